@@ -1,0 +1,91 @@
+"""The dtypes that travel, their codes on the wire, and which operator may reduce which of them.
+
+Reductions compute in the *wire dtype*: float32 for every float of 32 bits or less, the dtype itself otherwise.
+Every float16, bfloat16 and float8 value is exactly a float32 value, so ranks of different float dtypes sum the same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = "npt.NDArray[Any]"
+DType: TypeAlias = "np.dtype[Any]"
+
+# The position in this tuple is the code on the wire. Append only.
+NAMES: Final = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz",
+)  # fmt: skip
+
+
+def _dtype(name: str) -> DType:
+    return np.dtype(getattr(ml_dtypes, name, None) or name)
+
+
+DTYPES: Final[tuple[DType, ...]] = tuple(_dtype(name) for name in NAMES)
+CODES: Final[dict[DType, int]] = {dtype: code for code, dtype in enumerate(DTYPES)}
+BY_NAME: Final[dict[str, DType]] = dict(zip(NAMES, DTYPES, strict=True))
+FLOAT32: Final = np.dtype(np.float32)
+
+_FLOATS: Final = frozenset(n for n in NAMES if n.startswith(("float", "bfloat")))
+_COMPLEX: Final = frozenset({"complex64", "complex128"})
+_INTEGERS: Final = frozenset(n for n in NAMES if n.startswith(("int", "uint")))
+
+OPS: Final = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")  # the position is the code on the wire
+
+
+def name_of(dtype: DType) -> str:
+    """The wire name of a numpy dtype. Raises `TypeError` for one that hostring doesn't carry."""
+    code = CODES.get(dtype)
+    if code is None:
+        raise TypeError(f"dtype {dtype} can't travel; use one of {', '.join(NAMES)}")
+    return NAMES[code]
+
+
+def is_float(dtype: DType) -> bool:
+    return name_of(dtype) in _FLOATS
+
+
+def wire_dtype(dtype: DType) -> DType:
+    """The dtype that a reduction of `dtype` computes in: float32 for floats of 32 bits or less, else `dtype` itself."""
+    return FLOAT32 if name_of(dtype) in _FLOATS and dtype.itemsize <= 4 else dtype
+
+
+def kind_code(dtype: DType) -> int:
+    """What data movement compares: all floats are one kind, all complex another, everything else only itself."""
+    name = name_of(dtype)
+    if name in _FLOATS:
+        return 200
+    return 201 if name in _COMPLEX else CODES[dtype]
+
+
+def kind_name(code: int) -> str:
+    """The words for a `kind_code`, for error messages."""
+    if code == 200:
+        return "a float dtype"
+    if code == 201:
+        return "a complex dtype"
+    return NAMES[code] if code < len(NAMES) else f"unknown dtype code {code}"
+
+
+def check_op(op: str, dtype: DType) -> None:
+    """Refuse what a reduction can't do, before a byte moves.
+
+    Raises:
+        ValueError: `op` is not an operator.
+        TypeError: `op` has no meaning for `dtype`.
+    """
+    if op not in OPS:
+        raise ValueError(f"op={op!r} is not an operator; use one of {', '.join(OPS)}")
+    name = name_of(dtype)
+    if name in _FLOATS and op.startswith("b"):
+        raise TypeError(f"op={op!r} works on bits, and {name} is a float dtype; use an integer or bool array")
+    if name in _COMPLEX and op not in ("sum", "avg", "prod"):
+        raise TypeError(f"op={op!r} has no order to go by on {name}; sum, avg and prod are possible")
+    if op == "avg" and (name in _INTEGERS or name == "bool"):
+        raise TypeError(f"op='avg' would need a rounding rule on {name}; use op='sum' and divide, or a float array")

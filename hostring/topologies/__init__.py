@@ -1,0 +1,81 @@
+"""The topologies and their all-reduce variants. A new topology is one module and one entry here; `hostring certify` does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from ..fold import ORDERS
+from ..schedule import Schedule
+from . import mesh, ring, star, tree
+from .graph import NextHop, Place
+
+Build = Callable[[Place, int, str, int], Schedule]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An all-reduce schedule. `orders` are the fold orders that it can hold. `code` is its number on the wire."""
+
+    code: int
+    build: Build
+    orders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which links there are, which way leads where, and how an all-reduce can use them."""
+
+    name: str
+    code: int
+    neighbours: Callable[[int, int], set[int]]
+    next_hop: NextHop
+    variants: dict[str, Variant]
+
+    def place(self, rank: int, world_size: int) -> Place:
+        return Place(rank, world_size, self.next_hop)
+
+    def variants_for(self, order: str) -> list[str]:
+        return [name for name, v in self.variants.items() if order in v.orders]
+
+
+TOPOLOGIES: Final[dict[str, Topology]] = {
+    t.name: t
+    for t in (
+        Topology(
+            "mesh",
+            1,
+            mesh.neighbours,
+            mesh.next_hop,
+            {"one_shot": Variant(1, mesh.one_shot, ORDERS), "two_shot": Variant(2, mesh.two_shot, ORDERS)},
+        ),
+        Topology(
+            "ring",
+            2,
+            ring.neighbours,
+            ring.next_hop,
+            {"relay": Variant(3, ring.relay, ORDERS), "chain": Variant(4, ring.chain, ("rank",)), "rotate": Variant(5, ring.rotate, ("ring",))},
+        ),
+        Topology("star", 3, star.neighbours, star.next_hop, {"stream": Variant(6, star.stream, ORDERS)}),
+        Topology("tree", 4, tree.neighbours, tree.next_hop, {"reduce_broadcast": Variant(7, tree.reduce_broadcast, ("tree",))}),
+    )
+}
+
+
+def check_order(topology: str, order: str) -> None:
+    """Refuse a pair that can't hold, naming what can.
+
+    Raises:
+        ValueError: unknown name, or no variant of `topology` folds in `order`.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r} is unknown; use one of {', '.join(ORDERS)}")
+    if topology == "auto":
+        return
+    if topology not in TOPOLOGIES:
+        raise ValueError(f"topology={topology!r} is unknown; use auto or one of {', '.join(TOPOLOGIES)}")
+    if not TOPOLOGIES[topology].variants_for(order):
+        able = [name for name, t in TOPOLOGIES.items() if t.variants_for(order)]
+        held = [o for o in ORDERS if TOPOLOGIES[topology].variants_for(o)]
+        raise ValueError(f"order={order!r} can't be held by topology={topology!r}; use order={' or '.join(map(repr, held))}, or topology {', '.join(able)}")

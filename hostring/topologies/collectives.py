@@ -1,0 +1,109 @@
+"""The collectives as schedules, for any topology: who owns what, who needs it where. See graph.py for how it travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..schedule import DATA, OUT, Builder, Range, Schedule, offsets, split_evenly
+from .graph import Place, Share, Transfer, contribute, move, shares_of
+
+WHOLE = 1 << 62  # a segment length that never splits: data that only moves needs no pipelining on a direct link
+
+
+def one_shot(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
+    """All-reduce: everybody's contribution goes to everybody, and each rank folds for itself.
+
+    Cost: on a mesh 1 round and (N-1)·S bytes per rank, one network latency; on a ring ("relay") about N/2 rounds.
+    """
+    build = Builder()
+    everyone = range(place.world_size)
+    contribute(place, build, shares_of(n_elements, place.world_size, order, lambda a, b: {r: Range(DATA, a, b) for r in everyone}), order, segment)
+    return build.schedule(n_elements)
+
+
+def owned(place: Place, n_elements: int, order: str, segment: int, owners: Sequence[tuple[int, int, int]]) -> Schedule:
+    """All-reduce: each of `owners` (rank, start, stop) folds its part and hands the result to all, segment by segment.
+
+    Cost on a mesh where each rank owns one chunk ("two-shot"): 2 rounds per segment, 2(N-1)/N·S bytes sent per rank.
+    With one owner on a star ("stream"): the leaves send S, the hub (N-1)·S.
+    Source: the direct algorithm of Chan et al., "Collective communication", CCPE 19(13), 2007.
+    """
+    build = Builder()
+    n = place.world_size
+    shares: list[Share] = []
+    for owner, start, stop in owners:
+        if order == "ring":  # a part may lie across the chunks that decide where the order starts
+            for c, (a, b) in enumerate(split_evenly(n_elements, n)):
+                if max(a, start) < min(b, stop) or (start == stop and c == 0):
+                    a, b = max(a, start), max(min(b, stop), max(a, start))
+                    shares.append(Share(a, b, {owner: Range(DATA, a, b)}, c + 1))
+        else:
+            shares.append(Share(start, stop, {owner: Range(DATA, start, stop)}))
+    folded_after = contribute(place, build, shares, order, segment)
+    results = []
+    for share in shares:
+        (owner, part), *_ = share.into.items()
+        results.append(Transfer(owner, part, {r: part for r in range(n) if r != owner}))
+    move(place, build, results, segment, first_round=folded_after)
+    return build.schedule(n_elements)
+
+
+def reduce(place: Place, n_elements: int, order: str, segment: int, root: int) -> Schedule:
+    """Everybody's contribution goes to `root`, which folds. `DATA` of the others is left as it is."""
+    build = Builder()
+    contribute(place, build, shares_of(n_elements, place.world_size, order, lambda a, b: {root: Range(DATA, a, b)}), order, segment)
+    return build.schedule(n_elements)
+
+
+def reduce_scatter(place: Place, counts: Sequence[int], order: str, segment: int) -> Schedule:
+    """Rank c folds chunk c of everybody's `DATA` into its `OUT`. Chunks have `counts` elements."""
+    build = Builder()
+    shares = [Share(a, b, {c: Range(OUT, 0, b - a)}, c + 1) for c, (a, b) in enumerate(offsets(counts))]
+    contribute(place, build, shares, order, segment)
+    return build.schedule(sum(counts), counts[place.rank])
+
+
+def broadcast(place: Place, n_elements: int, segment: int, root: int) -> Schedule:
+    """`DATA` of `root` goes to `DATA` of all."""
+    build = Builder()
+    whole = Range(DATA, 0, n_elements)
+    move(place, build, [Transfer(root, whole, {r: whole for r in range(place.world_size) if r != root})], segment)
+    return build.schedule(n_elements)
+
+
+def all_gather(place: Place, counts: Sequence[int], segment: int) -> Schedule:
+    """`DATA` of rank r, `counts[r]` elements, goes to its place in `OUT` of all, in the order of ranks."""
+    build = Builder()
+    places = offsets(counts)
+    transfers = [
+        Transfer(r, Range(DATA, 0, counts[r]), {q: Range(OUT, *places[r]) for q in range(place.world_size)}) for r in range(place.world_size)
+    ]
+    move(place, build, transfers, segment)
+    return build.schedule(counts[place.rank], sum(counts))
+
+
+def gather(place: Place, counts: Sequence[int], segment: int, root: int) -> Schedule:
+    """`DATA` of rank r goes to its place in `OUT` of `root`."""
+    build = Builder()
+    transfers = [Transfer(r, Range(DATA, 0, counts[r]), {root: Range(OUT, a, b)}) for r, (a, b) in enumerate(offsets(counts))]
+    move(place, build, transfers, segment)
+    return build.schedule(counts[place.rank], sum(counts) if place.rank == root else 0)
+
+
+def scatter(place: Place, counts: Sequence[int], segment: int, root: int) -> Schedule:
+    """Chunk r of `DATA` of `root` goes to `OUT` of rank r."""
+    build = Builder()
+    transfers = [Transfer(root, Range(DATA, a, b), {r: Range(OUT, 0, counts[r])}) for r, (a, b) in enumerate(offsets(counts))]
+    move(place, build, transfers, segment)
+    return build.schedule(sum(counts) if place.rank == root else 0, counts[place.rank])
+
+
+def all_to_all(place: Place, counts: Sequence[Sequence[int]], segment: int) -> Schedule:
+    """Chunk q of `DATA` of rank r, `counts[r][q]` elements, goes to chunk r of `OUT` of rank q."""
+    build = Builder()
+    n = place.world_size
+    sent = [offsets(row) for row in counts]
+    received = [offsets(counts[r][q] for r in range(n)) for q in range(n)]
+    transfers = [Transfer(r, Range(DATA, *sent[r][q]), {q: Range(OUT, *received[q][r])}) for r in range(n) for q in range(n)]
+    move(place, build, transfers, segment)
+    return build.schedule(sum(counts[place.rank]), sum(counts[r][place.rank] for r in range(n)))

@@ -1,0 +1,27 @@
+"""Mesh: every rank has a link to every other."""
+
+from __future__ import annotations
+
+from ..schedule import Schedule, split_evenly
+from .collectives import one_shot as _one_shot
+from .collectives import owned
+from .graph import Place
+
+
+def neighbours(rank: int, world_size: int) -> set[int]:
+    return set(range(world_size)) - {rank}
+
+
+def next_hop(at: int, dst: int, world_size: int) -> int:
+    return dst
+
+
+def one_shot(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
+    """One round, (N-1)·S bytes sent per rank: one network latency, for small messages."""
+    return _one_shot(place, n_elements, order, segment)
+
+
+def two_shot(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
+    """Each rank owns one chunk: collect it from all, fold it, hand the result to all. 2(N-1)/N·S bytes sent per rank."""
+    chunks = split_evenly(n_elements, place.world_size)
+    return owned(place, n_elements, order, segment, [(r, a, b) for r, (a, b) in enumerate(chunks)])
