@@ -8,6 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 SUPPORTED = ("qwen3", "qwen2", "llama")
+_PLAIN_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -124,10 +136,7 @@ class ModelConfig:
             "hidden_act": "silu",
             "rope_theta": self.rope_theta,
         }
-        for name in (
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-            "head_dim rms_norm_eps max_position_embeddings tie_word_embeddings"
-        ).split():
+        for name in _PLAIN_FIELDS:
             fields[name] = getattr(self, name)
         if self.model_type != "qwen2":
             fields["attention_bias"] = self.qkv_bias

@@ -1,9 +1,12 @@
 """A Qwen3-style decoder that knows nothing of tensor parallelism.
 
 RMSNorm, rotary positions, grouped-query attention, optional QK-norm (Qwen3) and biases (Qwen2), SwiGLU, tied or untied
-head. The residual stream and the norms are f32 whatever the weights are; matmul inputs are cast to the dtype of the
+head. The residual stream and the norms are f32 whatever the weights are; matmul inputs are rounded to the dtype of the
 weights, and what a sub-layer adds to the stream is f32 again. So the stream stays comparable between ranks that
 compute in different dtypes.
+
+Decoding one token is bound by the time to read the weights once, so gate and up are one matrix, and so are q, k and v;
+what is left of a layer is few operations on short rows.
 """
 
 from __future__ import annotations
@@ -12,29 +15,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hostring.integrations.llm.cache import KVCache, KVSlot
 from hostring.integrations.llm.config import ModelConfig, rotary_frequencies
+
+Rope = tuple[Tensor, Tensor]
 
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, in f32."""
 
+    eps: Tensor
+    inverse_width: Tensor
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        # As tensors: torch spends 2 µs to wrap a Python number, which is more than the sum itself at one row.
+        self.register_buffer("eps", torch.tensor(eps, device="cpu"), persistent=False)
+        self.register_buffer("inverse_width", torch.tensor(1.0 / width, device="cpu"), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(self.eps)) * self.weight  # (..., width)
+        mean_eps = torch.addcmul(self.eps, x.square().sum(-1, keepdim=True), self.inverse_width)  # (..., 1)
+        return x * mean_eps.rsqrt() * self.weight  # (..., width)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, with x rounded to the dtype of `weight`, summed in f32, returned in the dtype of `weight`.
+
+    CPUs without 16-bit matrix units multiply 16-bit matrices row by row (23 ms instead of 3 for 64 rows by 3072 x 576);
+    several rows are therefore multiplied in f32 after widening both sides, which is exact.
+    """
+    dtype = weight.dtype
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    if dtype == torch.float32 or x.is_cuda or x.numel() == x.shape[-1]:
+        return F.linear(x, weight, bias)
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype)
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b in the dtype of the weights.
-
-    Args:
-        in_features: width of the input.
-        out_features: width of the output.
-        bias: whether there is one.
-    """
+    """y = x Wᵀ + b in the dtype of the weights. `weight`: (out_features, in_features)."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
@@ -42,11 +62,11 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)  # (..., out_features)
+        return linear(x, self.weight, self.bias)  # (..., out_features)
 
 
 class Embedding(nn.Module):
-    """Token ids to f32 rows."""
+    """Token ids to f32 rows. Its weights keep the dtype of the checkpoint, so that every rank starts from the same bits."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -57,57 +77,38 @@ class Embedding(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cosines and signed sines of every position, so that rotating is x * cos + swap_halves(x) * sin."""
+    """Cosines and signed sines of every position, so that rotating is x * cos + swap_halves(x) * sin.
+
+    Values pass through the same three operations as queries and keys, with cos 1 and sin 0: that leaves them as they
+    are and saves taking the fused row apart in every layer.
+    """
 
     cos: Tensor
     sin: Tensor
 
     def __init__(self, config: ModelConfig, max_seq: int) -> None:
         super().__init__()
+        self.turning, self.fixed = config.num_attention_heads + config.num_key_value_heads, config.num_key_value_heads
         frequencies = torch.tensor(rotary_frequencies(config), dtype=torch.float64, device="cpu")
         angles = torch.outer(torch.arange(max_seq, dtype=torch.float64, device="cpu"), frequencies)  # (max_seq, head_dim/2)
         cos, sin = angles.cos().float(), angles.sin().float()
         self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
 
-    def at(self, start: int, n_positions: int) -> tuple[Tensor, Tensor]:
-        """Tables of positions start … start + n_positions − 1, shape (n_positions, 1, head_dim) each."""
+    def at(self, start: int, n_positions: int) -> Rope:
+        """Tables of `n_positions` positions from `start` on, shape (n_positions, heads + 2 kv_heads, head_dim) each."""
         stop = start + n_positions
         if stop > self.cos.shape[0]:
             raise ValueError(f"position {stop - 1} is past the rotary table of {self.cos.shape[0]} positions; raise max_seq")
-        return self.cos[start:stop, None], self.sin[start:stop, None]
+        cos, sin = (t[start:stop, None].expand(-1, self.turning, -1) for t in (self.cos, self.sin))
+        fixed = (n_positions, self.fixed, self.cos.shape[1])
+        return torch.cat((cos, cos.new_ones(fixed)), 1), torch.cat((sin, sin.new_zeros(fixed)), 1)
 
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotate heads to their positions, in f32. x: (batch, seq, heads, head_dim)."""
-    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    swapped = x.view(*x.shape[:-1], 2, x.shape[-1] // 2).flip(-2).view(x.shape)
     return torch.addcmul(x * rope[0], swapped, rope[1])
-
-
-class KVCache:
-    """Keys and values of the heads that live here, preallocated for `max_seq` positions.
-
-    Attributes:
-        length: positions filled so far, the same for every sequence of the batch.
-    """
-
-    def __init__(self, config: ModelConfig, batch: int = 1, max_seq: int | None = None, dtype: torch.dtype = torch.float32) -> None:
-        self.max_seq = config.max_position_embeddings if max_seq is None else max_seq
-        shape = (batch, config.num_key_value_heads, self.max_seq, config.head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)]
-        self.length = 0
-
-    def room_for(self, n_positions: int) -> None:
-        """Raise a ValueError unless `n_positions` more fit."""
-        if self.length + n_positions > self.max_seq:
-            raise ValueError(
-                f"KV cache holds {self.max_seq} positions, {self.length} are taken and {n_positions} more are needed; raise max_seq"
-            )
-
-    def clear(self) -> None:
-        """Forget every position; the memory stays."""
-        self.length = 0
 
 
 class Attention(nn.Module):
@@ -122,44 +123,52 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, layer: int) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, slot: KVSlot | None) -> Tensor:
         batch, seq, _ = x.shape
-        qkv = self.qkv_proj(x).view(batch, seq, -1, self.head_dim)  # (batch, seq, heads + 2 kv_heads, head_dim)
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        qkv: Tensor = self.qkv_proj(x)
+        dtype = qkv.dtype
+        qkv = qkv.view(batch, seq, -1, self.head_dim)  # (batch, seq, heads + 2 kv_heads, head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q.float()), self.k_norm(k.float())
-        q = rotate(q, rope).to(qkv.dtype).transpose(1, 2)  # (batch, heads, seq, head_dim)
-        k = rotate(k, rope).to(qkv.dtype).transpose(1, 2)  # (batch, kv_heads, seq, head_dim)
-        v = v.transpose(1, 2)
-        start = 0
-        if cache is not None:
-            start, stop = cache.length, cache.length + seq
-            cache.keys[layer][:, :, start:stop] = k
-            cache.values[layer][:, :, start:stop] = v
-            k, v = cache.keys[layer][:, :, :stop], cache.values[layer][:, :, :stop]
-        out = attend(q, k, v, start)  # (batch, heads, seq, head_dim)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1)).float()  # (batch, seq, hidden)
+            q, k, v = qkv.float().split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 2)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), 2)
+        rotated = rotate(qkv, rope)  # f32
+        if dtype != torch.float32:
+            rotated = rotated.to(dtype)
+        q = rotated[:, :, : self.heads]  # (batch, seq, heads, head_dim)
+        kv = rotated[:, :, self.heads :].view(batch, seq, 2, self.kv_heads, self.head_dim)  # (batch, seq, 2, kv_heads, head_dim)
+        if slot is None:
+            out = attend(q, kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2), 0)
+        else:
+            slot.write(kv)
+            out = attend(q, slot.keys, slot.values, slot.start)
+        added: Tensor = self.o_proj(out if out.dtype == dtype else out.to(dtype))
+        return added.float()  # (batch, seq, hidden)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
     """Causal attention of queries at positions start … over keys at positions 0 …
 
     Args:
-        q: shape (batch, heads, queries, head_dim).
+        q: shape (batch, queries, heads, head_dim).
         k: shape (batch, kv_heads, start + queries, head_dim); v alike.
         start: position of the first query.
 
     Returns:
-        shape (batch, heads, queries, head_dim).
+        shape (batch, queries, heads * head_dim), in the dtype of the keys.
     """
-    batch, heads, queries, head_dim = q.shape
-    if queries == 1:  # the heads of a group see the same keys, so they can be the query rows of one KV head
-        grouped = q.view(batch, k.shape[1], -1, head_dim)
-        return F.scaled_dot_product_attention(grouped, k, v).view(batch, heads, 1, head_dim)
+    batch, queries, heads, head_dim = q.shape
+    if q.dtype != k.dtype:
+        q = q.to(k.dtype)
+    if queries == 1:  # the heads of a group see the same keys, so they can be the query rows of their KV head
+        grouped = q.view(batch, k.shape[1], heads // k.shape[1], head_dim)
+        return F.scaled_dot_product_attention(grouped, k, v).reshape(batch, 1, heads * head_dim)
+    q = q.transpose(1, 2)  # (batch, heads, queries, head_dim)
     if start == 0:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    mask = torch.ones(queries, start + queries, dtype=torch.bool).tril(start)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    else:
+        mask = torch.ones(queries, start + queries, dtype=torch.bool, device=q.device).tril(start)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2).reshape(batch, queries, heads * head_dim)
 
 
 class SwiGLU(nn.Module):
@@ -172,9 +181,9 @@ class SwiGLU(nn.Module):
         self.down_proj: nn.Module = Linear(self.columns, config.hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj(x)  # (batch, seq, 2 columns)
-        gate, up = gate_up[..., : self.columns], gate_up[..., self.columns :]
-        return self.down_proj(F.silu(gate) * up).float()  # (batch, seq, hidden)
+        gate, up = self.gate_up_proj(x).split_with_sizes((self.columns, self.columns), -1)
+        added: Tensor = self.down_proj(F.silu(gate) * up)
+        return added.float()  # (batch, seq, hidden)
 
 
 class Layer(nn.Module):
@@ -187,9 +196,10 @@ class Layer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, h: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, layer: int) -> Tensor:
-        h = h + self.attention(self.input_norm(h), rope, cache, layer)
-        return h + self.mlp(self.post_norm(h))
+    def forward(self, h: Tensor, rope: Rope, slot: KVSlot | None) -> Tensor:
+        h = h + self.attention(self.input_norm(h), rope, slot)
+        after: Tensor = h + self.mlp(self.post_norm(h))
+        return after
 
 
 class Decoder(nn.Module):
@@ -209,7 +219,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
-            head.weight = self.embed.weight  # type: ignore[assignment]
+            head.weight = self.embed.weight
         self.head: nn.Module = head
 
     def initialise(self, seed: int = 0, std: float = 0.02) -> Decoder:
@@ -235,14 +245,12 @@ class Decoder(nn.Module):
             shape (batch, seq or 1, vocab).
         """
         seq = tokens.shape[1]
-        if cache is not None:
-            cache.room_for(seq)
-        rope = self.rotary.at(cache.length if cache is not None else 0, seq)
-        h = self.embed(tokens)
-        for i, layer in enumerate(self.layers):
-            h = layer(h, rope, cache, i)
-        if cache is not None:
-            cache.length += seq
+        start = 0 if cache is None else cache.length
+        slots = [None] * len(self.layers) if cache is None else cache.extend(seq)
+        rope = self.rotary.at(start, seq)
+        h: Tensor = self.embed(tokens)
+        for layer, slot in zip(self.layers, slots, strict=True):
+            h = layer(h, rope, slot)
         if last_only:
             h = h[:, -1:]
         logits: Tensor = self.head(self.norm(h))

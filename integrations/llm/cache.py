@@ -1,0 +1,58 @@
+"""Keys and values of the heads that live on this rank, preallocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hostring.integrations.llm.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class KVSlot:
+    """Where one layer writes the new positions of this step, and what it reads."""
+
+    start: int
+    fresh: Tensor  # (2, batch, kv_heads, new positions, head_dim)
+    keys: Tensor  # (batch, kv_heads, start + new positions, head_dim)
+    values: Tensor  # same shape
+
+    def write(self, kv: Tensor) -> None:
+        """Store new keys and values. kv: (batch, new positions, 2, kv_heads, head_dim)."""
+        self.fresh.copy_(kv.permute(2, 0, 3, 1, 4))
+
+
+class KVCache:
+    """Room for `max_seq` positions of every layer, filled from the front.
+
+    Attributes:
+        length: positions filled so far, the same for every sequence of the batch.
+        nbytes: memory taken, all of it from the start.
+    """
+
+    def __init__(self, config: ModelConfig, batch: int = 1, max_seq: int | None = None, dtype: torch.dtype = torch.float32) -> None:
+        self.max_seq = config.max_position_embeddings if max_seq is None else max_seq
+        shape = (config.num_hidden_layers, 2, batch, config.num_key_value_heads, self.max_seq, config.head_dim)
+        self._kv = torch.zeros(shape, dtype=dtype)
+        self.nbytes = self._kv.nbytes
+        self.length = 0
+
+    def extend(self, n_positions: int) -> list[KVSlot]:
+        """Take `n_positions` more and return one slot per layer.
+
+        Raises:
+            ValueError: they don't fit.
+        """
+        start, stop = self.length, self.length + n_positions
+        if stop > self.max_seq:
+            raise ValueError(f"KV cache holds {self.max_seq} positions, {start} are taken and {n_positions} more are needed; raise max_seq")
+        self.length = stop
+        fresh = self._kv[:, :, :, :, start:stop].unbind(0)
+        seen = self._kv[:, :, :, :, :stop]
+        return [KVSlot(start, *views) for views in zip(fresh, seen[:, 0].unbind(0), seen[:, 1].unbind(0), strict=True)]
+
+    def clear(self) -> None:
+        """Forget every position; the memory stays."""
+        self.length = 0
