@@ -1,0 +1,146 @@
+"""Checkpoints on disk: a rank asks for rectangles of tensors and gets those, reading no more than it must."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hostring.integrations.llm.config import ModelConfig
+from hostring.integrations.llm.layout import HEAD, Part, to_hf_state
+from hostring.integrations.llm.qwen import Decoder
+
+
+class Checkpoint(Protocol):
+    """Tensors under HF names, whatever the file format.
+
+    Attributes:
+        config: shapes and options of the whole model.
+        bytes_read: bytes of tensor data touched so far.
+    """
+
+    config: ModelConfig
+    bytes_read: int
+
+    def read(self, part: Part) -> Tensor:
+        """The values of `part`, in the dtype of the file (f32 where the file is block-quantised).
+
+        Raises:
+            ValueError: the tensor is missing or has another shape.
+        """
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a GGUF file, a HF directory, or the `.safetensors` file of one.
+
+    Raises:
+        FileNotFoundError: nothing there, or no weights in the directory.
+        ValueError: a format or an architecture that is not supported.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no model at {path}; give a GGUF file or a directory with config.json and *.safetensors")
+    if path.suffix == ".gguf":
+        from hostring.integrations.llm.gguf_file import GgufCheckpoint
+
+        return GgufCheckpoint(path)
+    return SafetensorsCheckpoint(path if path.is_dir() else path.parent)
+
+
+def check_shape(source: str, part: Part, shape: tuple[int, ...] | None) -> None:
+    """Raise a ValueError unless the tensor is there and has the shape that the config implies."""
+    if shape is None:
+        raise ValueError(f"{source} has no tensor {part.name} of shape {part.shape}; the config says that the model has one")
+    if tuple(shape) != part.shape:
+        raise ValueError(f"{source}: {part.name} has shape {tuple(shape)}, the config implies {part.shape}")
+
+
+class SafetensorsCheckpoint:
+    """A HF directory: `config.json` with `model.safetensors`, or with shards and `model.safetensors.index.json`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        fields = _read_json(directory / "config.json")
+        index = directory / "model.safetensors.index.json"
+        if index.exists():
+            self._files: dict[str, Path] = {n: directory / f for n, f in _read_json(index)["weight_map"].items()}
+        else:
+            single = sorted(directory.glob("*.safetensors"))
+            if len(single) != 1:
+                raise FileNotFoundError(
+                    f"{directory} has {len(single)} .safetensors files and no model.safetensors.index.json; one file or an index is needed"
+                )
+            with safe_open(single[0], framework="pt") as opened:
+                self._files = dict.fromkeys(opened.keys(), single[0])
+        self.config = ModelConfig.from_hf(fields, self._files.keys())
+        self.bytes_read = 0
+        self._opened: dict[Path, Any] = {}
+
+    def read(self, part: Part) -> Tensor:
+        file = self._files.get(part.name)
+        if file is None:
+            check_shape(str(self.directory), part, None)
+        assert file is not None
+        if file not in self._opened:
+            self._opened[file] = safe_open(file, framework="pt").__enter__()  # stays mapped for the life of the checkpoint
+        tensor = self._opened[file].get_slice(part.name)
+        check_shape(str(file), part, tuple(tensor.get_shape()))
+        rows = slice(part.rows.start, part.rows.stop)
+        values: Tensor = tensor[rows] if part.columns is None else tensor[rows, part.columns.start : part.columns.stop]
+        self.bytes_read += values.nbytes
+        return values
+
+
+class ModuleCheckpoint:
+    """A whole decoder in memory, seen as a checkpoint, so that cutting it up takes the same path as loading a file."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.config = model.config
+        self.bytes_read = 0
+        self._tensors = to_hf_state(model)
+
+    def read(self, part: Part) -> Tensor:
+        tensor = self._tensors.get(part.name)
+        check_shape("the model", part, None if tensor is None else tuple(tensor.shape))
+        assert tensor is not None
+        rows = tensor[part.rows.start : part.rows.stop]
+        values = rows if part.columns is None else rows[:, part.columns.start : part.columns.stop]
+        self.bytes_read += values.nbytes
+        return values.detach()
+
+
+def save_hf(model: Decoder, directory: str | Path, dtype: torch.dtype = torch.bfloat16, extra: Mapping[str, Any] | None = None) -> Path:
+    """Write `config.json` and `model.safetensors` so that this package and `transformers` can load them.
+
+    Args:
+        model: a whole decoder.
+        directory: made when missing.
+        dtype: of the file.
+        extra: more fields for `config.json`, such as `eos_token_id`.
+
+    Returns:
+        the path of the safetensors file.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    state = {name: t.detach().to(dtype).contiguous() for name, t in to_hf_state(model).items()}
+    if not model.config.tie_word_embeddings:
+        state[HEAD] = state[HEAD].clone()
+    fields = {**model.config.to_hf(), "torch_dtype": str(dtype).removeprefix("torch."), **(extra or {})}
+    (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    file = directory / "model.safetensors"
+    save_file(state, file, metadata={"format": "pt"})
+    return file
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"no {path.name} in {path.parent}")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
