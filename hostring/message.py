@@ -1,0 +1,75 @@
+"""Small messages of start-up: msgpack behind a four-byte length, bounded before a byte of it is believed.
+
+The links' own frames are in `wire`; these are for the store and for the hello.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from typing import Any
+
+import msgpack
+
+PREFIX = struct.Struct("<I")
+
+
+def pack(value: Any, limit: int) -> bytes:
+    """Encode `value` without its length prefix.
+
+    Raises:
+        ValueError: it takes more than `limit` bytes, or holds what msgpack can't.
+    """
+    try:
+        data: bytes = msgpack.packb(value, use_bin_type=True)
+    except (TypeError, OverflowError) as exc:
+        raise ValueError(f"can't be put into a message: {exc}") from exc
+    if len(data) > limit:
+        raise ValueError(f"a message of {len(data)} bytes is over the limit of {limit}")
+    return data
+
+
+def unpack(data: bytes) -> Any:
+    """Decode what `pack` made.
+
+    Raises:
+        ValueError: these bytes are no msgpack value.
+    """
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=False, use_list=True)
+    except Exception as exc:  # msgpack raises many kinds: its own, ValueError, UnicodeDecodeError, RecursionError
+        raise ValueError(f"not a message of hostring: {type(exc).__name__}: {exc}") from exc
+
+
+def framed(data: bytes) -> bytes:
+    """`data` with its length in front."""
+    return PREFIX.pack(len(data)) + data
+
+
+def checked_nbytes(prefix: bytes, limit: int) -> int:
+    """The length that `prefix` announces.
+
+    Raises:
+        ValueError: it is over `limit`.
+    """
+    (nbytes,) = PREFIX.unpack(prefix)
+    if nbytes > limit:
+        raise ValueError(f"a message of {nbytes} bytes was announced, the limit is {limit}")
+    return int(nbytes)
+
+
+def prove(secret: bytes, role: str, *transcript: bytes) -> bytes:
+    """A proof that the holder of `secret` has seen `transcript` and speaks in `role`.
+
+    Every part goes in with its length, and the role is in the proof, so that nothing recorded or reflected fits elsewhere.
+    """
+    mac = hmac.new(secret, digestmod=hashlib.sha256)
+    for part in (b"hostring", role.encode(), *transcript):
+        mac.update(PREFIX.pack(len(part)) + part)
+    return mac.digest()
+
+
+def proves(proof: Any, secret: bytes, role: str, *transcript: bytes) -> bool:
+    """Whether `proof` is what `prove` gives, compared in constant time."""
+    return isinstance(proof, bytes) and hmac.compare_digest(proof, prove(secret, role, *transcript))

@@ -1,0 +1,45 @@
+"""UNIX-socket links, for ranks of one host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+
+from hostring.transports.tcp import SocketLink
+
+PATH_LIMIT = 100
+"""Bytes of a socket path that every system takes (sun_path holds 104 on macOS, 108 on Linux)."""
+
+
+def wrap(sock: socket.socket, peer: int, timeout: float) -> SocketLink:
+    """Make a connected socket the link to `peer`."""
+    return SocketLink(sock, peer)
+
+
+def listen(backlog: int = 1024) -> tuple[socket.socket, str]:
+    """A non-blocking listening socket in a new directory that only this user can enter, and its path.
+
+    `remove` the path once nobody dials any more.
+    """
+    folder = tempfile.mkdtemp(prefix="hostring-")
+    if len(os.fsencode(folder)) > PATH_LIMIT - 2:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="hostring-", dir="/tmp")
+    path = os.path.join(folder, "s")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(path)
+        sock.listen(backlog)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        remove(path)
+        raise
+    return sock, path
+
+
+def remove(path: str) -> None:
+    """Delete the socket file and its directory."""
+    shutil.rmtree(os.path.dirname(path), ignore_errors=True)
