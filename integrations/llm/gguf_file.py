@@ -16,7 +16,7 @@ from torch import Tensor
 from hostring.integrations.llm.config import ModelConfig, RopeScaling
 from hostring.integrations.llm.gguf_header import TensorInfo, read_header
 from hostring.integrations.llm.layout import Part
-from hostring.integrations.llm.weights import check_shape
+from hostring.integrations.llm.weights import check_shape, missing
 
 _NAMES = {
     "input_layernorm": "attn_norm",
@@ -68,8 +68,9 @@ class GgufCheckpoint:
 
     def read(self, part: Part) -> Tensor:
         info = self.tensors.get(gguf_name(part.name))
-        check_shape(str(self.path), part, None if info is None else info.shape)
-        assert info is not None
+        if info is None:
+            raise missing(self.path, part)
+        check_shape(self.path, part, info.shape)
         vector = part.columns is None
         rows, columns = (range(1), part.rows) if part.columns is None else (part.rows, part.columns)
         values = self._values(info, rows, columns)

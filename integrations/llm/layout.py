@@ -45,7 +45,7 @@ def parts_of_rank(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str, 
 
     Biases of the row-parallel projections appear on rank 0 alone: it adds them, once, to its partial sum.
     """
-    found = {
+    found: dict[str, tuple[Part, ...]] = {
         "embed.weight": (_part(EMBEDDING, (config.vocab_size, config.hidden_size)),),
         "norm.weight": (_part("model.norm.weight", (config.hidden_size,)),),
         "head.weight": (

@@ -53,10 +53,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return SafetensorsCheckpoint(path if path.is_dir() else path.parent)
 
 
-def check_shape(source: str, part: Part, shape: tuple[int, ...] | None) -> None:
-    """Raise a ValueError unless the tensor is there and has the shape that the config implies."""
-    if shape is None:
-        raise ValueError(f"{source} has no tensor {part.name} of shape {part.shape}; the config says that the model has one")
+def missing(source: object, part: Part) -> ValueError:
+    """The error for a tensor that the config implies and the checkpoint lacks."""
+    return ValueError(f"{source} has no tensor {part.name} of shape {part.shape}; the config says that the model has one")
+
+
+def check_shape(source: object, part: Part, shape: tuple[int, ...]) -> None:
+    """Raise a ValueError unless the tensor has the shape that the config implies."""
     if tuple(shape) != part.shape:
         raise ValueError(f"{source}: {part.name} has shape {tuple(shape)}, the config implies {part.shape}")
 
@@ -85,12 +88,11 @@ class SafetensorsCheckpoint:
     def read(self, part: Part) -> Tensor:
         file = self._files.get(part.name)
         if file is None:
-            check_shape(str(self.directory), part, None)
-        assert file is not None
+            raise missing(self.directory, part)
         if file not in self._opened:
-            self._opened[file] = safe_open(file, framework="pt").__enter__()  # stays mapped for the life of the checkpoint
+            self._opened[file] = safe_open(file, framework="pt")  # stays mapped for the life of the checkpoint
         tensor = self._opened[file].get_slice(part.name)
-        check_shape(str(file), part, tuple(tensor.get_shape()))
+        check_shape(file, part, tuple(tensor.get_shape()))
         rows = slice(part.rows.start, part.rows.stop)
         values: Tensor = tensor[rows] if part.columns is None else tensor[rows, part.columns.start : part.columns.stop]
         self.bytes_read += values.nbytes
@@ -107,8 +109,9 @@ class ModuleCheckpoint:
 
     def read(self, part: Part) -> Tensor:
         tensor = self._tensors.get(part.name)
-        check_shape("the model", part, None if tensor is None else tuple(tensor.shape))
-        assert tensor is not None
+        if tensor is None:
+            raise missing("the model", part)
+        check_shape("the model", part, tuple(tensor.shape))
         rows = tensor[part.rows.start : part.rows.stop]
         values = rows if part.columns is None else rows[:, part.columns.start : part.columns.stop]
         self.bytes_read += values.nbytes
