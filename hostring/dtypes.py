@@ -56,6 +56,11 @@ def wire_dtype(dtype: DType) -> DType:
     return FLOAT32 if name_of(dtype) in _FLOATS and dtype.itemsize <= 4 else dtype
 
 
+def carrier(dtype: DType) -> DType:
+    """A dtype of the same width whose arrays are buffers: numpy can't lend ml_dtypes' arrays to a socket."""
+    return dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")
+
+
 def kind_code(dtype: DType) -> int:
     """What data movement compares: all floats are one kind, all complex another, everything else only itself."""
     name = name_of(dtype)

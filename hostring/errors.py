@@ -4,39 +4,34 @@ from __future__ import annotations
 
 
 class HostringError(RuntimeError):
-    """Something went wrong between the ranks. The group is poisoned: later calls raise the same cause."""
+    """Something went wrong between the ranks. The group is poisoned: later calls raise the same cause.
 
-
-class PeerLostError(HostringError, ConnectionError):
-    """A rank died, closed its links or became unreachable. `rank` is the one that was lost."""
-
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"rank {rank} is lost: {reason}")
-        self.rank = rank
-
-
-class OperationTimeout(HostringError, TimeoutError):
-    """A deadline passed. `rank` is the one that was waited for, when there is one."""
+    `rank` is the culprit: the rank that died, was waited for, or called something else. None when there is none.
+    """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class PeerLostError(HostringError, ConnectionError):
+    """Rank `rank` died, closed its links or became unreachable, for `reason`."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} is lost: {reason}", rank)
+        self.reason = reason
+
+
+class OperationTimeout(HostringError, TimeoutError):
+    """A deadline passed while `rank` was waited for."""
 
 
 class CollectiveMismatch(HostringError, ConnectionError):
     """Two ranks called different things. The message describes both sides. `rank` is the other side."""
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-
 
 class ProtocolError(HostringError, ConnectionError):
     """Bytes arrived that are not hostring's. `rank` is the peer on that link."""
-
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
 
 
 class HandshakeError(HostringError, ConnectionError):
@@ -48,4 +43,4 @@ class RendezvousError(HostringError, ConnectionError):
 
 
 class GroupClosedError(HostringError):
-    """The group was closed or aborted by this rank before the call."""
+    """This rank closed or aborted the group before the call."""

@@ -42,6 +42,8 @@ class _Stream:
 
     def take(self, view: memoryview) -> int:
         n = min(view.nbytes, self.written - self.read)
+        if n == 0:
+            return 0
         at = self.read % self.capacity
         first = min(n, self.capacity - at)
         view[:first] = self.data[at : at + first]

@@ -1,0 +1,216 @@
+"""The control links: who failed first, and who waits for whom. Small frames that interrupt any sleep."""
+
+from __future__ import annotations
+
+import select
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Final
+
+import msgpack
+
+from . import errors
+from .errors import GroupClosedError, HostringError, OperationTimeout, PeerLostError, ProtocolError
+from .link import Link
+
+_PREFIX: Final = struct.Struct("<4sI")
+_MAGIC: Final = b"hCtl"
+_MAX_NBYTES: Final = 1 << 16
+PROBE_SECONDS: Final = 0.4  # how long an awake rank may take to say whom it waits for
+GRACE_SECONDS: Final = 0.3  # how long an operation may stand still after some rank has died
+SETTLE_SECONDS: Final = 0.5  # how long a first cause may take to arrive after a link has broken
+
+
+@dataclass
+class _Peer:
+    link: Link
+    received: bytearray
+    gone: str | None = None  # why nothing more will come
+    farewell: bool = False  # it closed the group in an orderly way
+
+
+class Control:
+    """All control links of this rank.
+
+    Attributes:
+        cause: the first failure that this rank knows of; everything after it raises the same.
+        waiting: what this rank is doing while it sleeps: (rank it waits for, description), for whoever asks.
+    """
+
+    def __init__(self, rank: int, links: Mapping[int, Link]) -> None:
+        self._rank = rank
+        self._peers = {peer: _Peer(link, bytearray()) for peer, link in links.items()}
+        self._by_fd = {link.fileno(): peer for peer, link in links.items()}
+        self._states: dict[int, tuple[int, str]] = {}
+        self.cause: HostringError | None = None
+        self.waiting: tuple[int, str] | None = None
+
+    def register(self, poller: select.poll) -> None:
+        """Let `poller` wake up for what comes here."""
+        for fd, peer in self._by_fd.items():
+            if self._peers[peer].gone is None:
+                poller.register(fd, self._peers[peer].link.arm(True, False))
+
+    def hear(self, events: list[tuple[int, int]]) -> None:
+        """Read what came on the control links among `events`, the result of a `poll`.
+
+        A rank that is gone may have done its part before: it is an error only for an operation that then stands still.
+
+        Raises:
+            HostringError: the first cause, when a peer passed one on; `PeerLostError` when nothing came and a rank has died.
+        """
+        for fd, _ in events:
+            peer = self._by_fd.get(fd)
+            if peer is not None and self._peers[peer].gone is None:
+                self._read(peer)
+        if self.cause is not None:
+            raise again(self.cause)
+        if not events:
+            for peer, state in self._peers.items():
+                if state.gone is not None and not state.farewell:
+                    raise PeerLostError(peer, state.gone)
+
+    def patience(self) -> float:
+        """Seconds to sleep at most before `hear` should judge: short when a rank has died."""
+        return GRACE_SECONDS if any(p.gone is not None and not p.farewell for p in self._peers.values()) else 1.0
+
+    def _read(self, peer: int) -> None:
+        state = self._peers[peer]
+        chunk = bytearray(4096)
+        try:
+            while n := state.link.recv_into(chunk):
+                state.received += chunk[:n]
+                self._frames(peer, state)
+        except PeerLostError as exc:
+            state.gone = exc.reason
+
+    def _frames(self, peer: int, state: _Peer) -> None:
+        while len(state.received) >= _PREFIX.size:
+            magic, nbytes = _PREFIX.unpack_from(state.received)
+            if magic != _MAGIC or nbytes > _MAX_NBYTES:
+                self.cause = self.cause or ProtocolError(f"rank {peer} sent bytes on its control link that are no control frame", peer)
+                return
+            if len(state.received) < _PREFIX.size + nbytes:
+                return
+            body = msgpack.unpackb(bytes(state.received[_PREFIX.size : _PREFIX.size + nbytes]))
+            del state.received[: _PREFIX.size + nbytes]
+            self._obey(peer, state, body)
+
+    def _obey(self, peer: int, state: _Peer, body: dict[str, Any]) -> None:
+        what = body.get("what")
+        if what == "abort":
+            self.cause = self.cause or _from_words(body, peer)
+        elif what == "probe":
+            waits_for, words = self.waiting or (-1, "is not waiting")
+            self._tell(peer, {"what": "state", "waits_for": waits_for, "words": words})
+        elif what == "state":
+            self._states[peer] = (int(body["waits_for"]), str(body["words"]))
+        elif what == "farewell":
+            state.farewell = True
+
+    def _tell(self, peer: int, body: dict[str, Any]) -> None:
+        packed = msgpack.packb(body)
+        try:
+            self._peers[peer].link.send((_PREFIX.pack(_MAGIC, len(packed)), packed))
+        except PeerLostError as exc:
+            if self._peers[peer].gone is None:
+                self._peers[peer].gone = exc.reason
+
+    def flood(self, cause: HostringError) -> None:
+        """Tell everyone the first cause. Never waits."""
+        self.cause = cause
+        words = _to_words(cause)
+        for peer in self._peers:
+            self._tell(peer, words)
+
+    def farewell(self) -> None:
+        """Tell everyone that this rank leaves in an orderly way."""
+        for peer in self._peers:
+            self._tell(peer, {"what": "farewell"})
+
+    def settle(self, failure: HostringError) -> HostringError:
+        """The first cause behind `failure`: what a peer passes on within a moment, else `failure` itself.
+
+        A peer that gives up closes its links after it has said why, so a broken link alone is no proof of death.
+        """
+        suspect = failure.rank
+        give_up = perf_counter() + SETTLE_SECONDS
+        while self.cause is None and suspect is not None and suspect in self._peers and self._peers[suspect].gone is None:
+            if not self._listen(give_up - perf_counter()):
+                break
+        self._listen(0)
+        return self.cause or failure
+
+    def _listen(self, seconds: float) -> bool:
+        """Hear what comes within `seconds`. Returns whether the time was not yet over."""
+        if seconds < 0:
+            return False
+        poller = select.poll()
+        self.register(poller)
+        for fd, _ in poller.poll(seconds * 1000):
+            peer = self._by_fd.get(fd)
+            if peer is not None:
+                self._read(peer)
+        return True
+
+    def culprit(self, waits_for: int) -> int:
+        """Follow who waits for whom, from `waits_for` on, to the rank that keeps everybody waiting.
+
+        A rank that is asleep in a call answers whom it waits for; a stopped one, or one that computes elsewhere, doesn't.
+        """
+        seen = {self._rank}
+        while waits_for in self._peers and waits_for not in seen and self._peers[waits_for].gone is None:
+            seen.add(waits_for)
+            self._states.pop(waits_for, None)
+            self._tell(waits_for, {"what": "probe"})
+            give_up = perf_counter() + PROBE_SECONDS
+            while waits_for not in self._states and self.cause is None and self._listen(give_up - perf_counter()):
+                pass
+            if waits_for not in self._states or self._states[waits_for][0] < 0 or self._states[waits_for][0] in seen:
+                break
+            waits_for = self._states[waits_for][0]
+        return waits_for
+
+    def timed_out(self, waits_for: int, what: str, progress: str, seconds: float) -> HostringError:
+        """The error for a deadline that passed while this rank waited for `waits_for`; or the first cause, when one comes in."""
+        self.waiting = (waits_for, what)
+        culprit = self.culprit(waits_for)
+        if self.cause is not None:
+            return again(self.cause)
+        behind = "" if culprit == waits_for else f" (rank {waits_for} itself waits for rank {culprit})"
+        return OperationTimeout(
+            f"{what}: rank {waits_for} {progress} in {seconds:.1f} s{behind}; raise timeout= if rank {culprit} is only slow", culprit
+        )
+
+    def close(self) -> None:
+        for state in self._peers.values():
+            state.link.close()
+
+    def abort(self) -> None:
+        for state in self._peers.values():
+            state.link.abort()
+
+
+def _to_words(cause: HostringError) -> dict[str, Any]:
+    kind = type(cause).__name__ if type(cause).__module__ == errors.__name__ else "HostringError"
+    return {"what": "abort", "kind": kind, "message": getattr(cause, "reason", str(cause))[:4000], "rank": -1 if cause.rank is None else cause.rank}
+
+
+def _from_words(body: dict[str, Any], peer: int) -> HostringError:
+    kind = getattr(errors, str(body.get("kind")), HostringError)
+    if not (isinstance(kind, type) and issubclass(kind, HostringError)) or kind is GroupClosedError:
+        kind = HostringError
+    rank = None if body.get("rank", -1) < 0 else int(body["rank"])
+    message = str(body.get("message"))
+    if "(reported by rank" not in message and rank != peer:
+        message += f" (reported by rank {peer})"
+    return PeerLostError(rank, message) if kind is PeerLostError and rank is not None else kind(message, rank)
+
+
+def again(cause: HostringError) -> HostringError:
+    """A fresh exception with the words of `cause`, so that tracebacks don't pile up on one object."""
+    fresh = PeerLostError(cause.rank, cause.reason) if isinstance(cause, PeerLostError) and cause.rank is not None else type(cause)(str(cause), cause.rank)
+    fresh.__cause__ = cause
+    return fresh

@@ -1,0 +1,179 @@
+"""Runs programs on links, in the calling thread: full duplex, spinning briefly, then polling, under one deadline."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from .control import Control
+from .counters import Counters
+from .program import Buffers, Incoming, Pipe, Program, Stage, Step
+from .wire import HEADER_BYTES
+
+_yield: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
+_YIELD_MASK = 15  # give way to another process on this core at every 16th idle turn
+
+
+class _Unsent:
+    """What the pipe to one peer has not taken yet."""
+
+    __slots__ = ("buffers", "peer", "pipe")
+
+    def __init__(self, peer: int, pipe: Pipe, buffers: list[Any], taken: int) -> None:
+        self.peer, self.pipe = peer, pipe
+        self.buffers = [_bytes_of(x) for x in buffers]
+        self._drop(taken)
+
+    def _drop(self, taken: int) -> None:
+        while self.buffers and taken >= len(self.buffers[0]):
+            taken -= len(self.buffers.pop(0))
+        if taken:
+            self.buffers[0] = self.buffers[0][taken:]
+
+    def step(self) -> bool:
+        taken = self.pipe.send(self.buffers)
+        self._drop(taken)
+        return taken > 0
+
+
+def _bytes_of(x: Any) -> memoryview:
+    return memoryview(x if isinstance(x, (bytes, bytearray, memoryview)) else x.view("u1")).cast("B")
+
+
+class Engine:
+    """Executes one program at a time.
+
+    Args:
+        control: hears aborts and deaths while this rank sleeps, and finds the culprit when a deadline passes.
+        counters: where seconds are added.
+        spins: how often to retry before sleeping in the kernel; 0 where ranks share cores.
+    """
+
+    def __init__(self, control: Control, counters: Counters, spins: int) -> None:
+        self._control, self._counters, self._seconds = control, counters, counters.seconds
+        self.spins = spins
+
+    def run(self, program: Program, b: Buffers, seq: int, timeout: float, started: float) -> None:
+        """Do what `program` says with the caller's buffers.
+
+        Args:
+            seq: the number of this call in its group.
+            timeout: seconds from `started`, a `perf_counter` time, until the whole of it must be done.
+
+        Raises:
+            HostringError: see the module of that name. The buffers' contents are unspecified then.
+        """
+        program.begin(seq)
+        folding = waiting = 0.0
+        for stage in program.stages:
+            unsent: list[_Unsent] = []
+            for peer, pipe, messages in stage.outgoing:
+                buffers = messages[0].buffers(b) if len(messages) == 1 else [x for m in messages for x in m.buffers(b)]
+                total = sum(x.nbytes if hasattr(x, "nbytes") else HEADER_BYTES for x in buffers)
+                taken = pipe.send(buffers)
+                if taken != total:
+                    unsent.append(_Unsent(peer, pipe, list(buffers), taken))
+            at = 0
+            if stage.incoming or unsent:
+                waited, at = self._exchange(program, stage, b, unsent, started, timeout)
+                waiting += waited
+            if at < len(stage.steps):
+                before = perf_counter()
+                for step in stage.steps[at:] if at else stage.steps:
+                    fold(step, b)
+                folding += perf_counter() - before
+        seconds = self._seconds
+        seconds["fold"] += folding
+        seconds["wait"] += waiting
+        seconds["transfer"] += perf_counter() - started - folding - waiting
+        program.runs += 1
+
+    def _exchange(self, program: Program, stage: Stage, b: Buffers, unsent: list[_Unsent], started: float, timeout: float) -> tuple[float, int]:
+        """Receive everything and send the rest, folding what is complete meanwhile. Returns seconds of waiting, and steps done."""
+        pending = stage.incoming
+        for i in pending:
+            i.start(b)
+        waited, since, idle, at = 0.0, 0.0, 0, 0
+        poller: select.poll | None = None
+        while pending or unsent:
+            progress = done = False
+            for i in pending:
+                if (i.before is None or i.before.done) and i.step():
+                    progress = True
+                    if i.done:
+                        done = True
+                        if i.side is not None:
+                            i.convert(b)
+            if done:
+                pending = [i for i in pending if not i.done]
+            if unsent:
+                for u in unsent:
+                    progress |= u.step()
+                unsent = [u for u in unsent if u.buffers]
+            if progress:
+                if since:
+                    now = perf_counter()
+                    waited += now - since
+                    self._counters.waited_for[late] += now - since
+                    since = 0.0
+                idle, poller = 0, None
+                if done and pending:
+                    at = self._fold_ready(stage, b, at, bool(unsent))
+                continue
+            if not since:
+                since = perf_counter()
+                late = pending[0].peer if pending else unsent[0].peer
+            idle += 1
+            if idle <= self.spins:
+                if not idle & _YIELD_MASK:
+                    _yield()
+            elif poller is None:  # what came in before the doorbells were set would be slept through: look once more
+                poller = self._arm(pending, unsent)
+            else:
+                self._sleep(poller, program, pending, unsent, started, timeout)
+                poller = None
+        return waited, at
+
+    def _fold_ready(self, stage: Stage, b: Buffers, at: int, sending: bool) -> int:
+        """Fold, in the declared order, as far as the contributions have come. Returns the index of the next step."""
+        incoming = stage.incoming
+        for step in stage.steps[at:]:
+            if (sending and step.after_sends) or not all(incoming[n].done for n in step.needs):
+                break
+            fold(step, b)
+            at += 1
+        return at
+
+    def _arm(self, pending: list[Incoming], unsent: list[_Unsent]) -> select.poll:
+        """A poller on the links that this round still needs, and on the control links."""
+        poller = select.poll()
+        receiving = {i.peer: i.pipe for i in pending}
+        sending = {u.peer: u.pipe for u in unsent}
+        for peer, pipe in (receiving | sending).items():
+            poller.register(pipe.link.fileno(), pipe.link.arm(peer in receiving, peer in sending))
+        self._control.register(poller)
+        return poller
+
+    def _sleep(
+        self, poller: select.poll, program: Program, pending: list[Incoming], unsent: list[_Unsent], started: float, timeout: float
+    ) -> None:  # fmt: skip
+        """Wait in the kernel until a link of this round, or a control link, has something."""
+        late = pending[0].peer if pending else unsent[0].peer
+        what = f"{program.call.collective} #{program.seq}"
+        self._control.waiting = (late, what)
+        remaining = started + timeout - perf_counter()
+        if remaining <= 0:
+            progress = pending[0].progress() if pending else "took no more bytes"
+            raise self._control.timed_out(late, what, progress, timeout)
+        self._control.hear(poller.poll(min(remaining, self._control.patience()) * 1000))
+
+
+def fold(step: Step, b: Buffers) -> None:
+    """Do one step: fold two pieces, or copy one."""
+    if step.fold is None or step.right is None:
+        step.out.array(b)[...] = step.left.array(b)
+    else:
+        step.fold(step.left.array(b), step.right.array(b), step.out.array(b))

@@ -1,0 +1,133 @@
+"""From a call to its program: schedules are chosen, bound and kept, and scratch memory is shared by all of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from .counters import Counters
+from .dtypes import CODES, Array, DType, kind_code
+from .fold import fold_function
+from .program import Pipe, Program, scratch_layout
+from .schedule import Schedule
+from .topologies import collectives
+from .topologies.graph import Place
+from .tuner import Tuner
+from .wire import Call
+
+_MOST_PROGRAMS: Final = 512  # more shapes than a decode or training loop has; beyond, all are dropped and made again
+
+
+class Planner:
+    """Makes and keeps the programs of one group.
+
+    Scratch is one block, as large as the largest program kept needs; when it grows, the programs over the old block go.
+    """
+
+    def __init__(self, rank: int, world_size: int, tuner: Tuner, order: str, epoch: int, pipes: Mapping[int, Pipe], counters: Counters) -> None:
+        self._place = Place(rank, world_size, tuner.topology.next_hop)
+        self._tuner, self._order, self._epoch, self._pipes, self._counters = tuner, order, epoch, pipes, counters
+        self._programs: dict[Any, Program] = {}
+        self._scratch = bytearray()
+        self._room = np.empty(0, np.uint8)
+
+    def room(self, n_elements: int, dtype: DType) -> Array:
+        """Host memory to stage `n_elements` of `dtype` in: reused by the next call, grown when it must be."""
+        nbytes = n_elements * dtype.itemsize
+        if nbytes > self._room.nbytes:
+            self._room = np.empty(nbytes, np.uint8)
+        elif self._room.nbytes > max(4 * nbytes, 1 << 26):
+            self._room = np.empty(nbytes, np.uint8)  # one huge call must not hold its memory for ever
+        return self._room[:nbytes].view(dtype)
+
+    def all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None) -> Program:
+        """`dtype` is the wire dtype; `raw` that of contributions which travel in their own bits, or None."""
+        key = (n_elements, dtype, op, raw)
+        return self._programs.get(key) or self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, raw))
+
+    def _all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None) -> Program:
+        choice = self._tuner.all_reduce(n_elements, dtype.itemsize)
+        schedule = choice.topology.variants[choice.variant].build(self._place, n_elements, self._order, choice.segment)
+        call = Call("all_reduce", op, CODES[dtype], self._order, n_elements, schedule=choice.code, epoch=self._epoch)
+        return self._bind(schedule, call, dtype, raw)
+
+    def reduction(self, collective: str, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: Any) -> Program:
+        """A "reduce" to root `detail`, or a "reduce_scatter" into chunks of `detail` elements."""
+        return self._cached((collective, n_elements, dtype, op, raw, detail), lambda: self._reduction(collective, n_elements, dtype, op, raw, detail))
+
+    def _reduction(self, collective: str, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: Any) -> Program:
+        schedule = self.schedule(collective, n_elements, detail, dtype.itemsize)
+        call = Call(collective, op, CODES[dtype], self._order, n_elements, _detail(collective, detail), self._tuner.topology.code << 8, self._epoch)
+        return self._bind(schedule, call, dtype, raw)
+
+    def movement(self, collective: str, n_elements: int, dtype: DType, detail: Any, name: str | None = None, first_round: int = 0) -> Program:
+        """Data that only moves. `detail` is the root, the counts, or both. `name` is what the frames call it."""
+        key = (collective, n_elements, dtype, detail, name)
+        return self._cached(key, lambda: self._movement(collective, n_elements, dtype, detail, name or collective, first_round))
+
+    def _movement(self, collective: str, n_elements: int, dtype: DType, detail: Any, name: str, first_round: int) -> Program:
+        schedule = self.schedule(collective, n_elements, detail, dtype.itemsize)
+        call = Call(name, None, kind_code(dtype), self._order, n_elements, _detail(collective, detail), self._tuner.topology.code << 8, self._epoch)
+        return self._bind(schedule, call, dtype, None, first_round)
+
+    def schedule(self, collective: str, n_elements: int, detail: Any, itemsize: int) -> Schedule:
+        """What this rank does in `collective`."""
+        place, order, segment = self._place, self._order, self._tuner.segment(itemsize)
+        n = place.world_size
+        builders: dict[str, Callable[[], Schedule]] = {
+            "reduce": lambda: collectives.reduce(place, n_elements, order, segment, detail),
+            "reduce_scatter": lambda: collectives.reduce_scatter(place, detail, order, segment),
+            "broadcast": lambda: collectives.broadcast(place, n_elements, self._moving(itemsize, n_elements), detail),
+            "all_gather": lambda: collectives.all_gather(place, detail, self._moving(itemsize, n_elements)),
+            "barrier": lambda: collectives.all_gather(place, [0] * n, segment),
+            "gather": lambda: collectives.gather(place, detail[1], self._moving(itemsize, n_elements), detail[0]),
+            "scatter": lambda: collectives.scatter(place, detail[1], self._moving(itemsize, n_elements), detail[0]),
+            "all_to_all": lambda: collectives.all_to_all(place, detail, self._moving(itemsize, n_elements)),
+        }
+        return builders[collective]()
+
+    def _moving(self, itemsize: int, n_elements: int) -> int:
+        """Segments for data that only moves: whole on a mesh; elsewhere short enough that what passes through stays small."""
+        if self._tuner.topology.name == "mesh":
+            return collectives.WHOLE
+        return min(self._tuner.segment(itemsize), max(1, n_elements // 16))
+
+    def all_reduce_schedule(self, n_elements: int, itemsize: int) -> Schedule:
+        choice = self._tuner.all_reduce(n_elements, itemsize)
+        return choice.topology.variants[choice.variant].build(self._place, n_elements, self._order, choice.segment)
+
+    def _cached(self, key: Any, make: Callable[[], Program]) -> Program:
+        return self._programs.get(key) or self._keep(key, make)
+
+    def _keep(self, key: Any, make: Callable[[], Program]) -> Program:
+        if len(self._programs) >= _MOST_PROGRAMS:
+            self._drop()
+        program = self._programs[key] = make()
+        self._counters.programs.add(program)
+        return program
+
+    def _bind(self, schedule: Schedule, call: Call, dtype: DType, raw: DType | None, first_round: int = 0) -> Program:
+        needed = scratch_layout(schedule.scratch, dtype.itemsize)[1]
+        if needed > len(self._scratch):
+            self._drop()
+            self._scratch = bytearray(needed)
+        fold = None if call.op is None else fold_function(call.op, dtype)
+        return Program(schedule, call, dtype, fold, self._pipes, self._scratch, raw, first_round)
+
+    def _drop(self) -> None:
+        self._counters.harvest()
+        self._counters.programs.clear()
+        self._programs.clear()
+
+
+def _detail(collective: str, detail: Any) -> int:
+    """What all ranks must agree on besides the count: the root, or a checksum of the counts."""
+    if isinstance(detail, int):
+        return detail
+    if isinstance(detail, tuple) and detail and isinstance(detail[0], int) and collective in ("gather", "scatter"):
+        return detail[0]
+    return zlib.crc32(repr(detail).encode())
+

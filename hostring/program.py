@@ -1,0 +1,372 @@
+"""A schedule bound to links and scratch: everything about a call that does not change from one call to the next.
+
+A decode loop repeats the same few shapes for ever, so headers, scratch views and fold steps are made once, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from .dtypes import CODES, DTYPES, NAMES, Array, DType, carrier, kind_code
+from .errors import CollectiveMismatch, ProtocolError
+from .fold import Expression, Fold2
+from .link import Buffer, Link
+from .schedule import DATA, OUT, Fold, Range, Recv, Round, Schedule, Send
+from .wire import EXPECTED_BYTES, HEADER_BYTES, SEQ, SEQ_OFFSET, Call, decode
+
+_ALIGN: Final = 64
+
+
+class Pipe:
+    """A link, and what was read from it too early: bytes that belong to the next message."""
+
+    __slots__ = ("_ahead", "link", "recv", "recv_all", "send")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.send = link.send
+        self.recv: Callable[[Any], int] = link.recv_into
+        self.recv_all: Callable[[Sequence[Any]], int] = link.recv_into_all
+        self._ahead = b""
+
+    def push_back(self, early: bytes) -> None:
+        self._ahead = early + self._ahead
+        if self._ahead:
+            self.recv, self.recv_all = self._recv_ahead, lambda views: self._recv_ahead(views[0])
+
+    def _recv_ahead(self, view: Buffer) -> int:
+        into = memoryview(view).cast("B")
+        n = min(len(self._ahead), len(into))
+        into[:n] = self._ahead[:n]
+        self._ahead = self._ahead[n:]
+        if not self._ahead:
+            self.recv, self.recv_all = self.link.recv_into, self.link.recv_into_all
+        return n
+
+
+@dataclass
+class Buffers:
+    """What the caller brings to one run: flat host arrays in the program's (carrier) dtype, and raw 16-bit contributions."""
+
+    data: Array
+    out: Array
+    raw: Array | None = None
+
+
+class Spot:
+    """A piece of a buffer: fixed over scratch, or cut from what the caller brings."""
+
+    __slots__ = ("fixed", "is_out", "start", "stop", "whole")
+
+    def __init__(self, fixed: Array | None, is_out: bool, start: int, stop: int, whole: bool) -> None:
+        self.fixed, self.is_out, self.start, self.stop, self.whole = fixed, is_out, start, stop, whole
+
+    def array(self, b: Buffers) -> Array:
+        if self.fixed is not None:
+            return self.fixed
+        base = b.out if self.is_out else b.data
+        return base if self.whole else base[self.start : self.stop]
+
+    def buffer(self, b: Buffers) -> Array:
+        """The same as something that a socket takes: complex numbers as pairs."""
+        array = self.array(b)
+        return array.view(array.real.dtype) if array.dtype.kind == "c" else array
+
+
+class Message:
+    """One message to send. `origin` is where it came from, when it is only passed on: another rank's dtype is kept."""
+
+    __slots__ = ("header", "is_raw", "origin", "spot")
+
+    def __init__(self, header: bytearray, spot: Spot, is_raw: bool, origin: Incoming | None) -> None:
+        self.header, self.spot, self.is_raw, self.origin = header, spot, is_raw, origin
+
+    def buffers(self, b: Buffers) -> tuple[Any, Any]:
+        if self.origin is not None and self.origin.side is not None:
+            return self._passed_on(self.origin), self.origin.side[HEADER_BYTES:]
+        if self.is_raw:
+            assert b.raw is not None
+            return self.header, b.raw if self.spot.whole else b.raw[self.spot.start : self.spot.stop]
+        return self.header, self.spot.buffer(b)
+
+    def _passed_on(self, origin: Incoming) -> bytearray:
+        return origin.program.own_header(self.header[:EXPECTED_BYTES] + origin.header[EXPECTED_BYTES:])
+
+
+class Incoming:
+    """One expected message: where it goes, and what its header must be.
+
+    A payload of another dtype than expected (a bfloat16 rank among float16 ranks) goes through a side buffer and is
+    converted; the next call then expects that dtype.
+    """
+
+    __slots__ = (
+        "_at", "_checked", "_frame", "_got", "_home", "_size", "_target", "_view", "before", "done", "dtype", "header", "n_elements", "peer", "pipe", "program",
+        "side", "spot",
+    )  # fmt: skip
+
+    def __init__(self, program: Program, peer: int, pipe: Pipe, header: bytearray, spot: Spot, home: tuple[bytearray, int] | None) -> None:
+        self.program, self.peer, self.pipe, self.header, self.spot = program, peer, pipe, header, spot
+        self.n_elements = spot.stop - spot.start
+        self.dtype = program.dtype
+        self.side: memoryview | None = None
+        self.before: Incoming | None = None  # the message that comes first over the same link in this round
+        self.done = False
+        self._home = home
+        self._got = 0
+        self._checked = False
+        self._expect(self._payload_dtype())
+
+    def _payload_dtype(self) -> DType:
+        return DTYPES[self.header[EXPECTED_BYTES]]
+
+    def _expect(self, payload: DType) -> None:
+        """Lay out where header and payload land, for a payload of dtype `payload`."""
+        nbytes = self.n_elements * payload.itemsize
+        self._size = HEADER_BYTES + nbytes
+        self.side = None
+        if payload != self.dtype:
+            self._frame, self._at = bytearray(self._size), 0
+            self._view = self.side = memoryview(self._frame)
+        elif self._home is not None:
+            self._frame, self._at = self._home
+            self._view = memoryview(self._frame)[self._at : self._at + self._size]
+        else:  # straight into the caller's memory, the header apart
+            self._frame, self._at = bytearray(HEADER_BYTES), 0
+            self._view = None
+
+    def start(self, b: Buffers) -> None:
+        self.done = self._checked = False
+        self._got = 0
+        self._target = None if self._view is not None else self.spot.buffer(b)
+
+    def step(self) -> bool:
+        """Read what is there. Returns whether anything came. Sets `done` when the message is complete."""
+        got = self._got
+        if got == 0:
+            n = self.pipe.recv(self._view) if self._view is not None else self.pipe.recv_all((self._frame, self._target))
+        else:
+            n = self._step_on(got)
+        if not n:
+            return False
+        self._got = got = got + n
+        if not self._checked and got >= HEADER_BYTES:
+            if not self._frame.startswith(self.header, self._at):
+                self._unexpected()
+                return True
+            self._checked = True
+        self.done = got == self._size
+        return True
+
+    def progress(self) -> str:
+        """How far this message has come, for an error message."""
+        return f"sent {self._got} of {self._size} bytes"
+
+    def _step_on(self, got: int) -> int:
+        if self._view is not None:
+            return self.pipe.recv(self._view[got:])
+        assert self._target is not None
+        if got < HEADER_BYTES:
+            return self.pipe.recv_all((memoryview(self._frame)[got:], self._target))
+        return self.pipe.recv(self._target.view(np.uint8)[got - HEADER_BYTES :])
+
+    def _unexpected(self) -> None:
+        """The header is not the expected one: a call that does not match, or the same call with another payload dtype."""
+        start = bytes(self._frame[self._at : self._at + HEADER_BYTES])
+        theirs, ours = decode(start), decode(self.header)
+        assert ours is not None
+        if theirs is None:
+            raise ProtocolError(f"rank {self.peer} sent bytes that are no hostring frame: {start[:16].hex()}…", self.peer)
+        if start[:EXPECTED_BYTES] != bytes(self.header[:EXPECTED_BYTES]):
+            raise CollectiveMismatch(f"this rank calls {ours.describe()}; rank {self.peer} calls {theirs.describe()}", self.peer)
+        payload = DTYPES[theirs.payload_dtype] if theirs.payload_dtype < len(DTYPES) else None
+        if payload is None or theirs.payload_nbytes != self.n_elements * payload.itemsize or kind_code(payload) != kind_code(self.dtype):
+            mine = NAMES[CODES[self.dtype]]
+            raise CollectiveMismatch(f"rank {self.peer} sent {theirs.describe()}; this rank can't take that as {self.n_elements} of {mine}", self.peer)
+        received = start + self._payload_so_far()
+        self.header = self.program.own_header(bytearray(start))
+        self._expect(payload)
+        self._take_over(received)
+
+    def _payload_so_far(self) -> bytes:
+        if self._view is not None:
+            return bytes(self._view[HEADER_BYTES : self._got])
+        assert self._target is not None
+        return self._target.view(np.uint8)[: self._got - HEADER_BYTES].tobytes()
+
+    def _take_over(self, received: bytes) -> None:
+        """Put what was read under a wrong expectation where it belongs; the rest is the next message's."""
+        mine, rest = received[: self._size], received[self._size :]
+        self._got = len(mine)
+        if self._view is not None:
+            self._view[: len(mine)] = mine
+        elif self._target is not None:
+            self._target.view(np.uint8)[: len(mine) - HEADER_BYTES] = np.frombuffer(mine[HEADER_BYTES:], np.uint8)
+        else:
+            raise ProtocolError(f"rank {self.peer} changed its dtype in a way that can't be followed; close the group", self.peer)
+        self.pipe.push_back(rest)
+        self._checked = True
+        self.done = self._got == self._size
+
+    def convert(self, b: Buffers) -> None:
+        """Bring a payload of another dtype into place, rounding to nearest even where it must."""
+        assert self.side is not None
+        payload = np.frombuffer(self.side, self._payload_dtype(), self.n_elements, HEADER_BYTES)
+        np.copyto(self.spot.array(b).view(self.dtype), payload, casting="unsafe")
+
+
+@dataclass
+class Step:
+    """One fold of two pieces, or a copy. It may run when the round's first `needs` messages are there (see `Stage`)."""
+
+    fold: Fold2 | None
+    left: Spot
+    right: Spot | None
+    out: Spot
+    needs: tuple[int, ...]
+    after_sends: bool
+
+
+@dataclass
+class Stage:
+    """One round, bound."""
+
+    outgoing: list[tuple[int, Pipe, list[Message]]] = field(default_factory=list)
+    incoming: list[Incoming] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+
+class Program:
+    """See the module. `runs` counts completed runs; what each run moves is in `traffic`, by peer."""
+
+    def __init__(
+        self, schedule: Schedule, call: Call, dtype: DType, fold: Fold2 | None, pipes: Mapping[int, Pipe], scratch: bytearray,
+        raw_dtype: DType | None = None, first_round: int = 0,
+    ) -> None:  # fmt: skip
+        self.dtype, self.call, self.fold = dtype, call, fold
+        self.headers: list[bytearray] = []
+        self.runs = 0
+        self.seq = 0
+        self._schedule, self._pipes, self._first_round = schedule, pipes, first_round
+        self._raw_dtype = raw_dtype
+        self._scratch = scratch
+        self._homes = scratch_layout(schedule.scratch, dtype.itemsize)[0]
+        self._shared: dict[bytes, bytearray] = {}
+        self._origins: dict[Range, Incoming] = {}
+        self.stages = [self._stage(k, r) for k, r in enumerate(schedule.rounds) if r.sends or r.recvs or r.folds]
+
+    def traffic(self) -> dict[int, tuple[int, int, int, int]]:
+        """Per peer: messages and payload bytes sent, messages and payload bytes received in one run."""
+        total: dict[int, list[int]] = {}
+        for stage in self.stages:
+            for peer, _, messages in stage.outgoing:
+                row = total.setdefault(peer, [0, 0, 0, 0])
+                row[0] += len(messages)
+                row[1] += sum(_payload_nbytes(m.origin.header if m.origin is not None and m.origin.side is not None else m.header) for m in messages)
+            for i in stage.incoming:
+                row = total.setdefault(i.peer, [0, 0, 0, 0])
+                row[2] += 1
+                row[3] += _payload_nbytes(i.header)
+        return {peer: (a, b, c, d) for peer, (a, b, c, d) in total.items()}
+
+    def own_header(self, header: bytearray) -> bytearray:
+        """A header whose sequence number is kept current. Equal ones are one object."""
+        SEQ.pack_into(header, SEQ_OFFSET, 0)
+        key = bytes(header)
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = self._shared[key] = header
+            self.headers.append(header)
+            SEQ.pack_into(header, SEQ_OFFSET, self.seq)
+        return shared
+
+    def begin(self, seq: int) -> None:
+        """Give all headers the sequence number of this run."""
+        self.seq = seq
+        for header in self.headers:
+            SEQ.pack_into(header, SEQ_OFFSET, seq)
+
+    def _spot(self, r: Range) -> Spot:
+        if r.buffer in (DATA, OUT):
+            length = self._schedule.data if r.buffer == DATA else self._schedule.out
+            return Spot(None, r.buffer == OUT, r.start, r.stop, len(r) == length)
+        fixed = np.frombuffer(self._scratch, carrier(self.dtype), len(r), self._homes[r.buffer] + HEADER_BYTES + r.start * self.dtype.itemsize)
+        return Spot(fixed, False, r.start, r.stop, False)
+
+    def _header(self, k: int, part: int, n_elements: int, raw: bool) -> bytearray:
+        payload = self._raw_dtype if raw and self._raw_dtype is not None else self.dtype
+        return self.own_header(self.call.header(k + self._first_round, part, CODES[payload], n_elements * payload.itemsize))
+
+    def _stage(self, k: int, round_: Round) -> Stage:
+        stage = Stage()
+        by_peer: dict[int, list[Message]] = {}
+        for send in round_.sends:
+            messages = by_peer.setdefault(send.peer, [])
+            messages.append(self._message(k, len(messages), send))
+        stage.outgoing = [(peer, self._pipes[peer], messages) for peer, messages in by_peer.items()]
+        parts: dict[int, int] = {}
+        where: dict[Range, int] = {}
+        last: dict[int, Incoming] = {}
+        for recv in round_.recvs:
+            part = parts[recv.peer] = parts.get(recv.peer, -1) + 1
+            where[recv.into] = len(stage.incoming)
+            incoming = self._incoming(k, part, recv)
+            incoming.before = last.get(recv.peer)
+            last[recv.peer] = incoming
+            stage.incoming.append(incoming)
+        for fold in round_.folds:
+            self._steps(stage.steps, fold, where, round_.sends)
+        return stage
+
+    def _message(self, k: int, part: int, send: Send) -> Message:
+        origin = self._origins.get(send.what)
+        is_raw = send.raw and send.what.buffer == DATA and self._raw_dtype is not None
+        return Message(self._header(k, part, len(send.what), is_raw), self._spot(send.what), is_raw, origin)
+
+    def _incoming(self, k: int, part: int, recv: Recv) -> Incoming:
+        scratch = recv.into.buffer not in (DATA, OUT) and recv.into.start == 0
+        home = (self._scratch, self._homes[recv.into.buffer]) if scratch else None
+        header = self._header(k, part, len(recv.into), recv.raw)
+        incoming = Incoming(self, recv.peer, self._pipes[recv.peer], header, self._spot(recv.into), home)
+        self._origins[recv.into] = incoming
+        return incoming
+
+    def _steps(self, steps: list[Step], fold: Fold, where: Mapping[Range, int], sends: Sequence[Send]) -> None:
+        """Break a fold into steps of two pieces that accumulate in scratch, or in the result's own place."""
+
+        def add(node: Expression, root: bool) -> Range:
+            if isinstance(node, Range):
+                return node
+            left, right = add(node[0], False), add(node[1], False)
+            into = fold.into if root else next(r for r in (left, right) if r.buffer not in (DATA, OUT) or r == fold.into)
+            steps.append(self._step(self.fold, left, right, into, where, sends))
+            return into
+
+        lone = isinstance(fold.sources, Range)
+        if lone and fold.sources != fold.into:
+            steps.append(self._step(None, fold.sources, None, fold.into, where, sends))
+        elif not lone:
+            add(fold.sources, True)
+
+    def _step(self, f: Fold2 | None, left: Range, right: Range | None, out: Range, where: Mapping[Range, int], sends: Sequence[Send]) -> Step:
+        read = (left,) if right is None else (left, right)
+        needs = tuple(where[r] for r in read if r in where)
+        after = any(s.what.buffer == out.buffer and max(s.what.start, out.start) < min(s.what.stop, out.stop) for s in sends)
+        return Step(f, self._spot(left), None if right is None else self._spot(right), self._spot(out), needs, after)
+
+
+def _payload_nbytes(header: bytearray) -> int:
+    return int.from_bytes(header[HEADER_BYTES - 8 : HEADER_BYTES], "little")
+
+
+def scratch_layout(lengths: Mapping[str, int], itemsize: int) -> tuple[dict[str, int], int]:
+    """Where each scratch buffer begins, with room for a header before its first element, and the total in bytes."""
+    homes, at = {}, 0
+    for name, length in lengths.items():
+        homes[name] = at
+        at += HEADER_BYTES + -(-length * itemsize // _ALIGN) * _ALIGN
+    return homes, at

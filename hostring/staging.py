@@ -1,0 +1,167 @@
+"""Between the caller's arrays and flat host arrays: one adapter per kind of array.
+
+An adapter needs two methods: to the wire, and from the wire. numpy and torch are built in; whatever speaks DLPack
+(JAX, MLX, CuPy) comes through that; `register_adapter` takes the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from .dtypes import BY_NAME, Array, DType
+
+
+class Adapter:
+    """How arrays of one type travel. Subclass it, give it the two methods, and pass it to `register_adapter`."""
+
+    def to_wire(self, x: Any, wire: Array) -> None:
+        """Copy all elements of `x`, in C order, into the flat host array `wire`, casting to its dtype."""
+        raise NotImplementedError
+
+    def from_wire(self, wire: Array, x: Any, shape: tuple[int, ...] | None = None) -> Any:
+        """Bring `wire` back, rounding to nearest even into the dtype of `x`.
+
+        Args:
+            shape: None: into `x` itself, which is returned, or into a new array where `x` can't be changed.
+                Otherwise a new array of this shape, of the dtype and on the device of `x`.
+        """
+        raise NotImplementedError
+
+    def view(self, x: Any) -> Array | None:
+        """The memory of `x` as a flat, writable host array in its own dtype, when it is one; else None."""
+        return None
+
+    def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
+        """A new array of `shape`, of the dtype and on the device of `x`, or None where results are made by `from_wire`."""
+        return None
+
+    def dtype(self, x: Any) -> DType:
+        """The numpy (or ml_dtypes) dtype that holds the elements of `x`."""
+        name = str(x.dtype).rpartition(".")[2]
+        if name not in BY_NAME:
+            raise TypeError(f"dtype {x.dtype} can't travel; use one of {', '.join(BY_NAME)}")
+        return BY_NAME[name]
+
+
+class NumpyAdapter(Adapter):
+    def view(self, x: Array) -> Array | None:
+        return x.ravel() if x.flags.carray and x.dtype.isnative else None
+
+    def empty(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return np.empty(shape, self.dtype(x))
+
+    def dtype(self, x: Array) -> DType:
+        return x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
+
+    def to_wire(self, x: Array, wire: Array) -> None:
+        np.copyto(wire.reshape(x.shape), x, casting="unsafe")
+
+    def from_wire(self, wire: Array, x: Array, shape: tuple[int, ...] | None = None) -> Array:
+        if shape is not None:
+            return wire.astype(self.dtype(x), copy=True).reshape(shape)
+        if isinstance(x, np.ndarray) and x.flags.writeable:
+            np.copyto(x, wire.reshape(x.shape), casting="unsafe")
+            return x
+        fresh = wire.astype(x.dtype, copy=True).reshape(x.shape)
+        return fresh if isinstance(x, np.ndarray) else fresh[()]
+
+
+class TorchAdapter(Adapter):
+    """torch tensors of any device. torch casts; accelerator tensors pass through pinned, reused host buffers."""
+
+    def __init__(self) -> None:
+        torch = sys.modules["torch"]
+        self._torch: Any = torch
+        self._numpy_of = {getattr(torch, name): dtype for name, dtype in BY_NAME.items() if hasattr(torch, name)}
+        self._bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+    def dtype(self, x: Any) -> DType:
+        dtype = self._numpy_of.get(x.dtype)
+        if dtype is None:
+            raise TypeError(f"dtype {x.dtype} can't travel; use one of {', '.join(BY_NAME)}")
+        return dtype
+
+    def view(self, x: Any) -> Array | None:
+        if not x.is_cpu or not x.is_contiguous() or x.is_conj() or x.is_neg():
+            return None
+        dtype = self.dtype(x)
+        plain = x.detach() if x.requires_grad else x
+        if dtype.isbuiltin != 1:
+            plain = plain.reshape(-1).as_strided((plain.numel(),), (1,)).view(self._bits[dtype.itemsize])
+            flat: Array = plain.numpy().view(dtype)
+            return flat
+        flat = plain.numpy()
+        return flat if flat.ndim == 1 else flat.ravel()
+
+    def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
+        return self._torch.empty(shape, dtype=x.dtype, device=x.device)
+
+    def to_wire(self, x: Any, wire: Array) -> None:
+        self._tensor(wire, x.shape).copy_(x.detach())
+
+    def from_wire(self, wire: Array, x: Any, shape: tuple[int, ...] | None = None) -> Any:
+        if shape is None:
+            x.data.copy_(self._tensor(wire, x.shape))
+            return x
+        fresh = self.empty(x, shape)
+        fresh.copy_(self._tensor(wire, shape))
+        return fresh
+
+    def _tensor(self, wire: Array, shape: Any) -> Any:
+        """A host tensor over the memory of `wire`."""
+        if wire.dtype.isbuiltin == 1:
+            return self._torch.from_numpy(wire).reshape(shape)
+        name = wire.dtype.name
+        return self._torch.from_numpy(wire.view(f"i{wire.itemsize}")).view(getattr(self._torch, name)).reshape(shape)
+
+
+class DLPackAdapter(Adapter):
+    """Anything with `__dlpack__`. Such arrays are taken as immutable: results are new arrays of the same library."""
+
+    def to_wire(self, x: Any, wire: Array) -> None:
+        host = np.from_dlpack(x)
+        np.copyto(wire.reshape(host.shape), host, casting="unsafe")
+
+    def from_wire(self, wire: Array, x: Any, shape: tuple[int, ...] | None = None) -> Any:
+        fresh = wire.astype(self.dtype(x), copy=True).reshape(x.shape if shape is None else shape)
+        namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else sys.modules[type(x).__module__.partition(".")[0]]
+        return namespace.asarray(fresh) if not hasattr(namespace, "from_dlpack") else namespace.from_dlpack(fresh)
+
+
+_ADAPTERS: dict[type, Adapter] = {np.ndarray: NumpyAdapter()}
+
+
+def register_adapter(kind: type, adapter: Adapter) -> None:
+    """Let arrays of type `kind` (and its subclasses) travel through `adapter`."""
+    _ADAPTERS[kind] = adapter
+
+
+def adapter_for(x: Any) -> Adapter:
+    """The adapter for `x`, remembered by its type.
+
+    Raises:
+        TypeError: `x` is no array that hostring knows how to stage.
+    """
+    kind = type(x)
+    found = _ADAPTERS.get(kind)
+    if found is None:
+        found = _ADAPTERS[kind] = _find(x, kind)
+    return found
+
+
+def _find(x: Any, kind: type) -> Adapter:
+    for base in kind.__mro__[1:]:
+        if base in _ADAPTERS:
+            return _ADAPTERS[base]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return TorchAdapter()
+    if isinstance(x, np.generic):
+        return NumpyAdapter()
+    if hasattr(x, "__dlpack__"):
+        return DLPackAdapter()
+    raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not an array that hostring can stage; pass a numpy array, a torch tensor, "
+                    "an array with __dlpack__, or register an adapter")  # fmt: skip
