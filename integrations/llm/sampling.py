@@ -1,0 +1,115 @@
+"""Choosing the next token: every rank brings its best candidates, the head rank alone decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+GO_ON, STOP_EOS, STOP_LENGTH, NOT_FINITE = range(4)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose.
+
+    Attributes:
+        temperature: 0 takes the most likely token (the lowest id where several tie).
+        top_k: choose among this many of the most likely ones; 0 for all.
+        top_p: choose among the most likely ones that together have this probability.
+        seed: of the head rank's random numbers.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature {self.temperature} is negative; use 0 for greedy decoding")
+        if self.top_k < 0:
+            raise ValueError(f"top_k {self.top_k} is negative; use 0 for all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p {self.top_p} is not in (0, 1]; use 1 for all tokens")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def candidates(self, largest_shard: int) -> int:
+        """How many candidates each rank must bring for the choice to be exact.
+
+        Args:
+            largest_shard: vocabulary rows of the rank that has most of them.
+        """
+        wanted = 1 if self.greedy else self.top_k or largest_shard
+        return min(wanted, largest_shard)
+
+
+def local_candidates(logits: Tensor, n_candidates: int, first: int) -> npt.NDArray[np.int32]:
+    """The best of this rank's logits with their ids; ties go to lower ids.
+
+    Args:
+        logits: shape (local vocabulary,), f32.
+        n_candidates: how many; what the shard can't fill is padded with −inf and id −1, which is never chosen.
+        first: id of the first logit.
+
+    Returns:
+        shape (2, n_candidates): the bits of the f32 values, and the ids. NaN ranks above everything.
+    """  # noqa: RUF002
+    found = np.full((2, n_candidates), -1, np.int32)
+    values = found[0].view(np.float32)
+    values.fill(-np.inf)
+    count = min(n_candidates, logits.numel())
+    if n_candidates == 1 and count:
+        best = logits.argmax()
+        values[0], found[1, 0] = float(logits[best]), first + int(best)
+    elif count == logits.numel():
+        values[:count] = logits.numpy()
+        found[1, :count] = np.arange(first, first + count)
+    else:
+        worst = torch.topk(logits, count).values[-1]
+        chosen = torch.nonzero(~(logits < worst)).view(-1).numpy()
+        kept = logits.numpy()[chosen]
+        order = np.argsort(-kept, kind="stable")[:count]
+        values[:count], found[1, :count] = kept[order], first + chosen[order]
+    return found
+
+
+class Sampler:
+    """The head rank's choice. Depends on the logits and on the seed, not on how the vocabulary is split."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self._random = np.random.Generator(np.random.PCG64(sampling.seed))
+
+    def choose(self, stacked: npt.NDArray[np.int32]) -> int | None:
+        """Pick an id.
+
+        Args:
+            stacked: what `local_candidates` gave on every rank, shape (world_size, 2, n_candidates).
+
+        Returns:
+            the id, or None when a logit is not a number.
+        """
+        values, ids = np.ascontiguousarray(stacked[:, 0]).view(np.float32).ravel(), stacked[:, 1].ravel()
+        if np.isnan(values).any() or np.isposinf(values).any():
+            return None
+        real = ids >= 0
+        values, ids = values[real], ids[real]
+        if self.sampling.greedy:
+            return int(ids[values.argmax()])  # the first of equals: ranks, and ids within a rank, are in order
+        order = np.lexsort((ids, -values))
+        if self.sampling.top_k:
+            order = order[: self.sampling.top_k]
+        values, ids = values[order].astype(np.float64), ids[order]
+        weights = np.exp((values - values[0]) / self.sampling.temperature)
+        cumulative = np.cumsum(weights / weights.sum())
+        if self.sampling.top_p < 1:
+            cumulative = cumulative[: int(np.searchsorted(cumulative, self.sampling.top_p)) + 1]
+        drawn = self._random.random() * cumulative[-1]
+        return int(ids[min(int(np.searchsorted(cumulative, drawn, side="right")), len(cumulative) - 1)])

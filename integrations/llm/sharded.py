@@ -1,0 +1,151 @@
+"""From a checkpoint to the part of the model that one rank runs, without ever holding the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hostring import Comm
+from hostring.integrations.llm.cache import KVCache
+from hostring.integrations.llm.config import ModelConfig
+from hostring.integrations.llm.layout import Part, parts_of_rank
+from hostring.integrations.llm.qwen import Decoder, Embedding
+from hostring.integrations.llm.shards import ShardPlan
+from hostring.integrations.llm.tensor_parallel import (
+    ColumnParallelLinear,
+    HiddenReducer,
+    ParallelHead,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from hostring.integrations.llm.weights import Checkpoint, ModuleCheckpoint
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class ShardedModel:
+    """What one rank runs.
+
+    Attributes:
+        decoder: the local part; its head gives the logits of this rank's vocabulary rows.
+        config: the whole model.
+        plan: who holds what.
+        dtype: what this rank computes in.
+        reducer: where partial sums are added up.
+        max_seq: positions that the KV cache holds.
+        reductions_per_step: reductions in one forward pass.
+    """
+
+    decoder: Decoder
+    config: ModelConfig
+    plan: ShardPlan
+    comm: Comm
+    dtype: torch.dtype
+    reducer: HiddenReducer
+    max_seq: int
+    reductions_per_step: int
+
+    def new_cache(self, batch: int = 1) -> KVCache:
+        """An empty KV cache for the heads that live here.
+
+        It holds values rounded to the rank's dtype, in f32: the attention kernel of CPUs is five times slower in f16.
+        """
+        return KVCache(self.decoder.config, batch, self.max_seq, torch.float32)
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Feed tokens, shape (batch, seq); returns this rank's logits of the last one, shape (batch, local vocabulary), f32."""
+        logits: Tensor = self.decoder(tokens, cache, last_only=True)
+        return logits[:, -1]
+
+
+def build(
+    checkpoint: Checkpoint,
+    comm: Comm,
+    *,
+    plan: ShardPlan | None = None,
+    dtype: torch.dtype = torch.float32,
+    max_seq: int | None = None,
+    replicate_embedding: bool = True,
+    hash_activations: bool = False,
+) -> ShardedModel:
+    """Read this rank's slices and assemble its part of the model.
+
+    Args:
+        checkpoint: where the tensors come from; only the rank's slices are read.
+        comm: the group; its rank decides which slices.
+        plan: who holds what; balanced when not given. Must be the same on all ranks.
+        dtype: what this rank computes in; ranks may differ.
+        max_seq: positions to hold; what the model was trained for, but at most 4096, when not given.
+        replicate_embedding: every rank holds all embedding rows and looks them up alone. Otherwise they are split too,
+            which costs one more reduction per step.
+        hash_activations: keep a running sha256 of the reduced hidden states.
+
+    Raises:
+        ValueError: the plan doesn't fit the group or the model, or a tensor is missing or misshapen.
+    """
+    config = checkpoint.config
+    plan = ShardPlan.balanced(config, comm.world_size) if plan is None else plan
+    plan.check(config)
+    if plan.world_size != comm.world_size:
+        raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {comm.world_size}")
+    max_seq = min(config.max_position_embeddings, 4096) if max_seq is None else max_seq
+    reducer = HiddenReducer(comm, config.hidden_size, hash_activations)
+    with torch.device("meta"):  # shapes alone: the whole model, and even the rank's f32 part, may not fit
+        decoder = Decoder(plan.local_config(config, comm.rank), max_seq)
+    _fill(decoder, checkpoint, plan, dtype, reducer, replicate_embedding)
+    extra = 0 if replicate_embedding else 1
+    return ShardedModel(decoder.eval(), config, plan, comm, dtype, reducer, max_seq, 2 * config.num_hidden_layers + extra)
+
+
+def parallelize(model: Decoder, comm: Comm, plan: ShardPlan | None = None, dtype: torch.dtype = torch.float32) -> ShardedModel:
+    """Cut up a whole decoder that is already in memory; `model` itself is left as it is."""
+    return build(ModuleCheckpoint(model), comm, plan=plan, dtype=dtype, max_seq=model.rotary.cos.shape[0])
+
+
+def _fill(
+    decoder: Decoder, checkpoint: Checkpoint, plan: ShardPlan, dtype: torch.dtype, reducer: HiddenReducer, replicate_embedding: bool
+) -> None:
+    rank = reducer.comm.rank
+    parts = parts_of_rank(checkpoint.config, plan, rank)
+
+    def load(name: str) -> Tensor | None:
+        return _stack(checkpoint, parts[name]) if name in parts else None
+
+    def need(name: str) -> Tensor:
+        return _stack(checkpoint, parts[name])
+
+    if replicate_embedding:
+        decoder.embed = _embedding(need("embed.weight"))
+    else:
+        mine, whole = plan.vocab_of(rank), parts["embed.weight"][0]
+        rows = checkpoint.read(Part(whole.name, whole.shape, mine, whole.columns))
+        decoder.embed = VocabParallelEmbedding(rows, mine.start, reducer)
+    for name, parameter in list(decoder.named_parameters()):
+        if name.endswith("norm.weight") and parameter.is_meta:
+            owner = decoder.get_submodule(name.rpartition(".")[0])
+            owner.weight = nn.Parameter(need(name).float(), requires_grad=False)
+    for i, layer in enumerate(decoder.layers):
+        for side, first, second in (("attention", "qkv_proj", "o_proj"), ("mlp", "gate_up_proj", "down_proj")):
+            prefix = f"layers.{i}.{side}."
+            column = ColumnParallelLinear(need(f"{prefix}{first}.weight"), load(f"{prefix}{first}.bias"), dtype)
+            row = RowParallelLinear(need(f"{prefix}{second}.weight"), load(f"{prefix}{second}.bias"), dtype, reducer)
+            setattr(layer.get_submodule(side), first, column)
+            setattr(layer.get_submodule(side), second, row)
+    decoder.head = ParallelHead(need("head.weight"), plan.vocab_of(rank).start, dtype)
+
+
+def _stack(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> Tensor:
+    pieces = [checkpoint.read(part) for part in parts]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _embedding(weight: Tensor) -> Embedding:
+    """Keeps the dtype of the checkpoint: rounding it to the rank's own would start unlike ranks from different bits."""
+    with torch.device("meta"):
+        embedding = Embedding(*weight.shape)
+    embedding.weight = nn.Parameter(weight, requires_grad=False)
+    return embedding
