@@ -13,14 +13,14 @@ import numpy as np
 
 from . import bootstrap
 from .control import Control, again
-from .counters import Counters
+from .counters import STAGE, Counters
 from .dtypes import BY_NAME, Array, DType, carrier, check_op, wire_dtype
 from .engine import Engine
 from .errors import GroupClosedError, HostringError
 from .p2p import Messenger
 from .planner import Planner
-from .program import Buffers, Pipe, Program
-from .staging import Adapter, adapter_for
+from .program import Buffers, Direct, Pipe, Program
+from .staging import ADAPTERS, Adapter, adapter_for
 from .topologies import TOPOLOGIES, check_order
 from .tuner import Tuner
 from .work import Turns, Work
@@ -44,13 +44,14 @@ class Comm:
     def __init__(self, group: bootstrap.Group, *, topology: str, order: str, timeout: float) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self.order, self.topology, self.timeout = order, topology, timeout
-        self.counters = Counters()
+        pipes = {peer: Pipe(link) for peer, link in group.data.items()}
+        self.counters = Counters(pipes)
         self._group = group
         self._tuner = Tuner(topology, order, group.world_size)
         self._control = Control(group.rank, group.control)
         self._engine = Engine(self._control, self.counters, _spins(group))
-        pipes = {peer: Pipe(link) for peer, link in group.data.items()}
         self._planner = Planner(group.rank, group.world_size, self._tuner, order, group.epoch, pipes, self.counters)
+        self._programs = self._planner.programs
         self._messenger = Messenger(group.rank, group.p2p, self._control, self.counters, group.epoch)
         self._turns = Turns(f"hostring-{group.name}-{group.rank}")
         self._seq = 0
@@ -75,15 +76,28 @@ class Comm:
 
         Cost: (N-1)·S sent per rank for small messages, 2(N-1)/N·S for large ones on a mesh; see docs/topologies.md.
         """
+        turns = self._turns
         if async_op:
             self._check(x, op)
-            return self._turns.submit(lambda: self._all_reduce(x, op, timeout), "all_reduce")
-        return self._turns.run(self._all_reduce, "all_reduce", x, op, timeout)
+            return turns.submit(lambda: self._all_reduce(x, op, timeout), "all_reduce")
+        if turns.queued or not turns.turn.acquire(False):
+            return turns.submit(lambda: self._all_reduce(x, op, timeout), "all_reduce").wait()
+        try:
+            return self._all_reduce(x, op, timeout)
+        finally:
+            turns.turn.release()
 
     def _all_reduce(self, x: Any, op: str, timeout: float | None) -> Any:
         started = perf_counter()
-        adapter = adapter_for(x)
+        adapter = ADAPTERS.get(type(x)) or adapter_for(x)
         view = adapter.view(x)
+        if view is not None:
+            program = self._programs.get((view.size, view.dtype, op, None))
+            if program is not None and (direct := program.direct) is not None:
+                self._run_direct(direct, view, timeout, started)
+                if op == "avg":
+                    np.divide(view, self.world_size, out=view)
+                return x
         dtype = adapter.dtype(x) if view is None else view.dtype
         n_elements = math.prod(x.shape) if view is None else view.size
         check_op(op, dtype)
@@ -449,10 +463,22 @@ class Comm:
             self._engine.run(program, b, self._seq, self.timeout if timeout is None else timeout, staged)
         except BaseException as exc:
             raise self._fail(exc) from exc
-        self.counters.seconds["stage"] += staged - started
+        self.counters.phases[STAGE] += staged - started
         if count:
             self._seq += 1
             self.counters.calls[program.call.collective] += 1
+
+    def _run_direct(self, direct: Direct, data: Array, timeout: float | None, started: float) -> None:
+        """`_run` for the short form."""
+        if self._closed is not None or self._control.cause is not None:
+            self._alive()
+        seq = self._seq
+        try:
+            self._engine.run_direct(direct, data, seq, self.timeout if timeout is None else timeout, started)
+        except BaseException as exc:
+            raise self._fail(exc) from exc
+        self._seq = seq + 1
+        self.counters.calls["all_reduce"] += 1
 
     def _alive(self) -> None:
         if self._control.cause is not None:
@@ -490,7 +516,7 @@ class Comm:
         if op == "avg":
             np.divide(data, self.world_size, out=data)
         result = adapter.from_wire(data, x)
-        self.counters.seconds["stage"] += perf_counter() - before
+        self.counters.phases[STAGE] += perf_counter() - before
         return result
 
     def _lend(self, adapter: Adapter, x: Any) -> tuple[Array, Array | None]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from .program import Program
+from .program import Pipe, Program
 from .wire import HEADER_BYTES
 
 PHASES: Final = ("stage", "wait", "transfer", "fold")
+STAGE, WAIT, TRANSFER, FOLD = range(4)
 
 
 @dataclass
@@ -28,15 +29,13 @@ class Counters:
 
     Attributes:
         calls: completed calls by collective.
-        seconds: by phase. "stage" is copying and casting between the caller's arrays and the wire, "wait" is the time
-            in which nothing had come yet, "fold" is arithmetic, "transfer" is the rest of the collective.
-        waited_for: seconds of "wait" by the rank that was waited for.
+        phases: seconds by phase, in the order of `PHASES`; see `seconds`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pipes: Mapping[int, Pipe]) -> None:
         self.calls: defaultdict[str, int] = defaultdict(int)
-        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self.waited_for: defaultdict[int, float] = defaultdict(float)
+        self.phases: list[float] = [0.0] * len(PHASES)
+        self._pipes = pipes
         self._links: defaultdict[int, LinkCount] = defaultdict(LinkCount)
         self.programs: set[Program] = set()
 
@@ -54,6 +53,17 @@ class Counters:
         link.payload_sent += payload_sent
         link.messages_received += messages_received
         link.payload_received += payload_received
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By phase: "stage" is copying and casting between the caller's arrays and the wire, "wait" is the time in which
+        nothing had come yet, "fold" is arithmetic, "transfer" is the rest of the collective."""
+        return dict(zip(PHASES, self.phases, strict=True))
+
+    @property
+    def waited_for(self) -> dict[int, float]:
+        """Seconds of "wait" by the rank that was waited for."""
+        return {peer: pipe.waited for peer, pipe in self._pipes.items() if pipe.waited}
 
     @property
     def links(self) -> dict[int, LinkCount]:
@@ -84,6 +94,6 @@ class Counters:
             "payload_received": self.payload_received,
             "header_sent": self.header_sent,
             "links": {peer: asdict(link) for peer, link in self.links.items()},
-            "seconds": dict(self.seconds),
-            "waited_for": dict(self.waited_for),
+            "seconds": self.seconds,
+            "waited_for": self.waited_for,
         }

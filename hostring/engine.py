@@ -8,10 +8,15 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from .control import Control
-from .counters import Counters
-from .program import Buffers, Incoming, Pipe, Program, Stage, Step
-from .wire import HEADER_BYTES
+from .counters import FOLD, TRANSFER, WAIT, Counters
+from .dtypes import Array
+from .program import Buffers, Direct, Incoming, Pipe, Program, Stage, Step
+from .wire import SEQ, SEQ_OFFSET
+
+_set_seq = SEQ.pack_into
 
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
 _YIELD_MASK = 15  # give way to another process on this core at every 16th idle turn
@@ -53,8 +58,69 @@ class Engine:
     """
 
     def __init__(self, control: Control, counters: Counters, spins: int) -> None:
-        self._control, self._counters, self._seconds = control, counters, counters.seconds
+        self._control, self._seconds = control, counters.phases
         self.spins = spins
+
+    def run_direct(self, direct: Direct, data: Array, seq: int, timeout: float, started: float) -> None:
+        """`run` for a program in its short form: one exchange with every peer, one fold, `data` in place.
+
+        Whatever is not the common case, such as a full pipe, a peer that is late, or an unexpected header, goes on in
+        `_exchange` from where it is.
+        """
+        for header in direct.headers:
+            _set_seq(header, SEQ_OFFSET, seq)
+        unsent: list[_Unsent] = []
+        for send, header, total, peer, pipe in direct.sends:
+            taken = send((header, data))
+            if taken != total:
+                unsent.append(_Unsent(peer, pipe, [header, data], taken))
+        sent = came = perf_counter()
+        for i, view, size, frame, at in direct.recvs:
+            pipe = i.pipe
+            n = pipe.recv(view)
+            if not n:
+                n = self._spin(pipe, view)
+                came = perf_counter()
+                pipe.waited += came - sent
+            if n != size or unsent or not frame.startswith(i.header, at):
+                came += self._rest(direct, i, n, Buffers(data, data), unsent, seq, started, timeout)
+                break
+        arrived = perf_counter()
+        for fold, left, right, out in direct.steps:
+            fold(data if left is None else left, data if right is None else right, data if out is None else out)
+        seconds = self._seconds
+        now = perf_counter()
+        seconds[WAIT] += came - sent
+        seconds[TRANSFER] += (sent - started) + (arrived - came)
+        seconds[FOLD] += now - arrived
+        direct.program.runs += 1
+
+    def _spin(self, pipe: Pipe, view: memoryview) -> int:
+        """Read until something comes, or for as long as spinning is worth while. Returns the number of bytes."""
+        recv = pipe.recv
+        for idle in range(self.spins):
+            if n := recv(view):
+                return n
+            if not idle & _YIELD_MASK:
+                _yield()
+        return 0
+
+    def _rest(
+        self, direct: Direct, at: Incoming, n: int, b: Buffers, unsent: list[_Unsent], seq: int, started: float, timeout: float
+    ) -> float:  # fmt: skip
+        """Finish an exchange of which message `at` has just got `n` bytes, and those before it are there. Returns seconds of waiting."""
+        program, incoming = direct.program, direct.stage.incoming
+        program.seq = seq
+        pending = incoming[incoming.index(at) :]
+        for i in pending:
+            i.start(b)
+        if n:
+            at.took(n)
+        waited, _ = self._exchange(program, direct.stage, b, [i for i in pending if not i.done], unsent, started, timeout, fold_early=False)
+        for i in pending:
+            if i.side is not None:
+                i.convert(b)
+        return waited
 
     def run(self, program: Program, b: Buffers, seq: int, timeout: float, started: float) -> None:
         """Do what `program` says with the caller's buffers.
@@ -71,14 +137,15 @@ class Engine:
         for stage in program.stages:
             unsent: list[_Unsent] = []
             for peer, pipe, messages in stage.outgoing:
-                buffers = messages[0].buffers(b) if len(messages) == 1 else [x for m in messages for x in m.buffers(b)]
-                total = sum(x.nbytes if hasattr(x, "nbytes") else HEADER_BYTES for x in buffers)
+                buffers = [x for m in messages for x in m.buffers(b)]
                 taken = pipe.send(buffers)
-                if taken != total:
-                    unsent.append(_Unsent(peer, pipe, list(buffers), taken))
+                if taken != sum([len(x) * x.itemsize if isinstance(x, np.ndarray) else len(x) for x in buffers]):
+                    unsent.append(_Unsent(peer, pipe, buffers, taken))
             at = 0
             if stage.incoming or unsent:
-                waited, at = self._exchange(program, stage, b, unsent, started, timeout)
+                for i in stage.incoming:
+                    i.start(b)
+                waited, at = self._exchange(program, stage, b, stage.incoming, unsent, started, timeout)
                 waiting += waited
             if at < len(stage.steps):
                 before = perf_counter()
@@ -86,17 +153,18 @@ class Engine:
                     fold(step, b)
                 folding += perf_counter() - before
         seconds = self._seconds
-        seconds["fold"] += folding
-        seconds["wait"] += waiting
-        seconds["transfer"] += perf_counter() - started - folding - waiting
+        seconds[FOLD] += folding
+        seconds[WAIT] += waiting
+        seconds[TRANSFER] += perf_counter() - started - folding - waiting
         program.runs += 1
 
-    def _exchange(self, program: Program, stage: Stage, b: Buffers, unsent: list[_Unsent], started: float, timeout: float) -> tuple[float, int]:
-        """Receive everything and send the rest, folding what is complete meanwhile. Returns seconds of waiting, and steps done."""
-        pending = stage.incoming
-        for i in pending:
-            i.start(b)
+    def _exchange(
+        self, program: Program, stage: Stage, b: Buffers, pending: list[Incoming], unsent: list[_Unsent], started: float, timeout: float,
+        fold_early: bool = True,
+    ) -> tuple[float, int]:  # fmt: skip
+        """Receive what is pending and send the rest, folding what is complete meanwhile. Returns seconds of waiting, and steps done."""
         waited, since, idle, at = 0.0, 0.0, 0, 0
+        late = pending[0].pipe if pending else unsent[0].pipe if unsent else None
         poller: select.poll | None = None
         while pending or unsent:
             progress = done = False
@@ -117,15 +185,15 @@ class Engine:
                 if since:
                     now = perf_counter()
                     waited += now - since
-                    self._counters.waited_for[late] += now - since
+                    late.waited += now - since
                     since = 0.0
                 idle, poller = 0, None
-                if done and pending:
+                if done and pending and fold_early:
                     at = self._fold_ready(stage, b, at, bool(unsent))
                 continue
             if not since:
                 since = perf_counter()
-                late = pending[0].peer if pending else unsent[0].peer
+                late = pending[0].pipe if pending else unsent[0].pipe
             idle += 1
             if idle <= self.spins:
                 if not idle & _YIELD_MASK:

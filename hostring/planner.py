@@ -30,7 +30,7 @@ class Planner:
     def __init__(self, rank: int, world_size: int, tuner: Tuner, order: str, epoch: int, pipes: Mapping[int, Pipe], counters: Counters) -> None:
         self._place = Place(rank, world_size, tuner.topology.next_hop)
         self._tuner, self._order, self._epoch, self._pipes, self._counters = tuner, order, epoch, pipes, counters
-        self._programs: dict[Any, Program] = {}
+        self.programs: dict[Any, Program] = {}  # all-reduces by (n_elements, wire dtype, op, raw dtype); the others begin with a name
         self._scratch = bytearray()
         self._room = np.empty(0, np.uint8)
 
@@ -46,7 +46,7 @@ class Planner:
     def all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None) -> Program:
         """`dtype` is the wire dtype; `raw` that of contributions which travel in their own bits, or None."""
         key = (n_elements, dtype, op, raw)
-        return self._programs.get(key) or self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, raw))
+        return self.programs.get(key) or self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, raw))
 
     def _all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None) -> Program:
         choice = self._tuner.all_reduce(n_elements, dtype.itemsize)
@@ -100,12 +100,12 @@ class Planner:
         return choice.topology.variants[choice.variant].build(self._place, n_elements, self._order, choice.segment)
 
     def _cached(self, key: Any, make: Callable[[], Program]) -> Program:
-        return self._programs.get(key) or self._keep(key, make)
+        return self.programs.get(key) or self._keep(key, make)
 
     def _keep(self, key: Any, make: Callable[[], Program]) -> Program:
-        if len(self._programs) >= _MOST_PROGRAMS:
+        if len(self.programs) >= _MOST_PROGRAMS:
             self._drop()
-        program = self._programs[key] = make()
+        program = self.programs[key] = make()
         self._counters.programs.add(program)
         return program
 
@@ -120,7 +120,7 @@ class Planner:
     def _drop(self) -> None:
         self._counters.harvest()
         self._counters.programs.clear()
-        self._programs.clear()
+        self.programs.clear()
 
 
 def _detail(collective: str, detail: Any) -> int:

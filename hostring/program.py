@@ -24,10 +24,11 @@ _ALIGN: Final = 64
 class Pipe:
     """A link, and what was read from it too early: bytes that belong to the next message."""
 
-    __slots__ = ("_ahead", "link", "recv", "recv_all", "send")
+    __slots__ = ("_ahead", "link", "recv", "recv_all", "send", "waited")
 
     def __init__(self, link: Link) -> None:
         self.link = link
+        self.waited = 0.0  # seconds in which nothing came from there
         self.send = link.send
         self.recv: Callable[[Any], int] = link.recv_into
         self.recv_all: Callable[[Sequence[Any]], int] = link.recv_into_all
@@ -139,6 +140,16 @@ class Incoming:
             self._frame, self._at = bytearray(HEADER_BYTES), 0
             self._view = None
 
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether header and payload land together in scratch, and the payload needs no conversion."""
+        return self._view is not None and self.side is None
+
+    def landing(self) -> tuple[Incoming, memoryview, int, bytearray, int]:
+        """(this message, where it lands, its size, the frame and where the header is in it)."""
+        assert self._view is not None
+        return self, self._view, self._size, self._frame, self._at
+
     def start(self, b: Buffers) -> None:
         self.done = self._checked = False
         self._got = 0
@@ -153,14 +164,18 @@ class Incoming:
             n = self._step_on(got)
         if not n:
             return False
-        self._got = got = got + n
+        self.took(n)
+        return True
+
+    def took(self, n: int) -> None:
+        """Account for `n` more bytes of this message, and check its header as soon as it is there."""
+        self._got = got = self._got + n
         if not self._checked and got >= HEADER_BYTES:
             if not self._frame.startswith(self.header, self._at):
                 self._unexpected()
-                return True
+                return
             self._checked = True
         self.done = got == self._size
-        return True
 
     def progress(self) -> str:
         """How far this message has come, for an error message."""
@@ -187,6 +202,7 @@ class Incoming:
         if payload is None or theirs.payload_nbytes != self.n_elements * payload.itemsize or kind_code(payload) != kind_code(self.dtype):
             mine = NAMES[CODES[self.dtype]]
             raise CollectiveMismatch(f"rank {self.peer} sent {theirs.describe()}; this rank can't take that as {self.n_elements} of {mine}", self.peer)
+        self.program.direct = None  # it goes through a side buffer from now on
         received = start + self._payload_so_far()
         self.header = self.program.own_header(bytearray(start))
         self._expect(payload)
@@ -240,6 +256,40 @@ class Stage:
     steps: list[Step] = field(default_factory=list)
 
 
+class Direct:
+    """The short form of a program of one round that sends the whole of `DATA`, receives into scratch, and folds.
+
+    That is every small all-reduce on a mesh. `Engine.run_direct` does it with the fewest operations.
+
+    Attributes:
+        sends: (send, header, bytes to send, peer, pipe).
+        recvs: (message, its view, its size, its frame, offset of its header), in the order of ranks.
+        steps: (fold, left, right, out) in order, where None is the caller's array.
+    """
+
+    __slots__ = ("headers", "program", "recvs", "sends", "stage", "steps")
+
+    def __init__(self, program: Program, stage: Stage) -> None:
+        total = HEADER_BYTES + program.data_nbytes
+        self.program, self.headers, self.stage = program, program.headers, stage
+        self.sends = [(pipe.link.send, messages[0].header, total, peer, pipe) for peer, pipe, messages in stage.outgoing]
+        self.recvs = [i.landing() for i in stage.incoming]
+        self.steps = [(s.fold, s.left.fixed, None if s.right is None else s.right.fixed, s.out.fixed) for s in stage.steps]
+
+    @staticmethod
+    def of(program: Program) -> Direct | None:
+        """The short form, or None where `program` has none."""
+        if len(program.stages) != 1:
+            return None
+        stage = program.stages[0]
+        simple = (
+            all(len(messages) == 1 and messages[0].spot.whole and not messages[0].is_raw for _, _, messages in stage.outgoing)
+            and all(i.in_one_piece and i.before is None for i in stage.incoming)
+            and all(s.fold is not None and all(x is None or x.fixed is not None or (x.whole and not x.is_out) for x in (s.left, s.right, s.out)) for s in stage.steps)
+        )
+        return Direct(program, stage) if simple and stage.steps else None
+
+
 class Program:
     """See the module. `runs` counts completed runs; what each run moves is in `traffic`, by peer."""
 
@@ -251,6 +301,7 @@ class Program:
         self.headers: list[bytearray] = []
         self.runs = 0
         self.seq = 0
+        self.data_nbytes = schedule.data * dtype.itemsize
         self._schedule, self._pipes, self._first_round = schedule, pipes, first_round
         self._raw_dtype = raw_dtype
         self._scratch = scratch
@@ -258,6 +309,7 @@ class Program:
         self._shared: dict[bytes, bytearray] = {}
         self._origins: dict[Range, Incoming] = {}
         self.stages = [self._stage(k, r) for k, r in enumerate(schedule.rounds) if r.sends or r.recvs or r.folds]
+        self.direct = Direct.of(self)
 
     def traffic(self) -> dict[int, tuple[int, int, int, int]]:
         """Per peer: messages and payload bytes sent, messages and payload bytes received in one run."""

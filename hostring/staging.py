@@ -48,7 +48,9 @@ class Adapter:
 
 class NumpyAdapter(Adapter):
     def view(self, x: Array) -> Array | None:
-        return x.ravel() if x.flags.carray and x.dtype.isnative else None
+        if not x.flags.carray or not x.dtype.isnative:
+            return None
+        return x if x.ndim == 1 else x.ravel()
 
     def empty(self, x: Array, shape: tuple[int, ...]) -> Array:
         return np.empty(shape, self.dtype(x))
@@ -131,12 +133,12 @@ class DLPackAdapter(Adapter):
         return namespace.asarray(fresh) if not hasattr(namespace, "from_dlpack") else namespace.from_dlpack(fresh)
 
 
-_ADAPTERS: dict[type, Adapter] = {np.ndarray: NumpyAdapter()}
+ADAPTERS: dict[type, Adapter] = {np.ndarray: NumpyAdapter()}
 
 
 def register_adapter(kind: type, adapter: Adapter) -> None:
     """Let arrays of type `kind` (and its subclasses) travel through `adapter`."""
-    _ADAPTERS[kind] = adapter
+    ADAPTERS[kind] = adapter
 
 
 def adapter_for(x: Any) -> Adapter:
@@ -146,16 +148,16 @@ def adapter_for(x: Any) -> Adapter:
         TypeError: `x` is no array that hostring knows how to stage.
     """
     kind = type(x)
-    found = _ADAPTERS.get(kind)
+    found = ADAPTERS.get(kind)
     if found is None:
-        found = _ADAPTERS[kind] = _find(x, kind)
+        found = ADAPTERS[kind] = _find(x, kind)
     return found
 
 
 def _find(x: Any, kind: type) -> Adapter:
     for base in kind.__mro__[1:]:
-        if base in _ADAPTERS:
-            return _ADAPTERS[base]
+        if base in ADAPTERS:
+            return ADAPTERS[base]
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return TorchAdapter()

@@ -70,30 +70,33 @@ class Turns:
 
     A blocking call runs in its own thread when nothing is queued. Otherwise it waits its turn behind the queue, which
     one daemon thread works off; the thread starts with the first asynchronous call.
+
+    Attributes:
+        turn: held by whoever runs an operation. queued: operations that are not done yet in the worker's queue.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
         self._count = threading.Lock()
-        self._queued = 0
+        self.queued = 0
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Work] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def run(self, job: Callable[..., Any], what: str, *args: Any) -> Any:
         """Run `job(*args)` here when it is its turn at once, else behind the queue. Returns its result."""
-        if not self._queued and self._turn.acquire(blocking=False):
+        if not self.queued and self.turn.acquire(blocking=False):
             try:
                 return job(*args)
             finally:
-                self._turn.release()
+                self.turn.release()
         return self.submit(lambda: job(*args), what).wait()
 
     def submit(self, job: Callable[[], Any], what: str) -> Work:
         """Queue `job` for the worker thread."""
         work = Work(what)
         with self._count:
-            self._queued += 1
+            self.queued += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
@@ -104,13 +107,13 @@ class Turns:
         while (item := self._queue.get()) is not None:
             job, work = item
             result, error = None, None
-            with self._turn:
+            with self.turn:
                 try:
                     result = job()
                 except BaseException as exc:  # it belongs to whoever waits for the work
                     error = exc
             with self._count:
-                self._queued -= 1
+                self.queued -= 1
             work.finish(result, error)
 
     def close(self, timeout: float) -> bool:
