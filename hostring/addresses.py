@@ -10,6 +10,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+Address = tuple[str, int]
+"""(host, port); an IPv6 host may end in "%scope"."""
+
 _SIOCGIFCONF = 0x8912
 _OFTEN_LOCAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc", "tap")
 """Interfaces whose addresses other hosts often have too, or can't reach: offered last."""
@@ -162,6 +165,37 @@ def hosts_to_bind(*, loopback: bool, spec: str | None, first: Sequence[str] = ()
         hosts = [h for h in first if not is_loopback(h) and (h in known or not known)] + [i.host for i in outward]
     ordered = [h for h in first if h in hosts] + hosts
     return list(dict.fromkeys(ordered))[:16] or ["127.0.0.1"]
+
+
+def listen(host: str, port: int, backlog: int = 1024) -> socket.socket:
+    """A non-blocking listening socket on one numeric address ("::" takes IPv4 as well); port 0 picks a free one."""
+    bare, _, scope = host.partition("%")
+    family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if sys.platform != "win32":  # there it would let a second process take the port
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if bare == "::" else 1)
+        sock.bind((bare, port, 0, scope_id(scope)) if family == socket.AF_INET6 else (bare, port))
+        sock.listen(backlog)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def scope_id(scope: str) -> int:
+    """The number of an IPv6 scope, which may be written as an interface's name."""
+    if not scope:
+        return 0
+    return int(scope) if scope.isdigit() else socket.if_nametoindex(scope)
+
+
+def any_host() -> str:
+    """What to bind for all addresses of this host."""
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
 def has_ipv6_loopback() -> bool:

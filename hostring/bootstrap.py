@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import logging
 import os
@@ -13,17 +12,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hostring import rendezvous
-from hostring.addresses import hosts_to_bind, is_loopback, numeric
-from hostring.config import Config
-from hostring.errors import HandshakeError, RendezvousError
-from hostring.handshake import KINDS, PROTOCOL, Hello, compare_contracts
+from hostring.addresses import Address, any_host, hosts_to_bind, is_loopback, resolve
+from hostring.config import Config, Ring
+from hostring.errors import RendezvousError
+from hostring.handshake import KINDS, Hello
+from hostring.hosting import open_store
 from hostring.link import Link
 from hostring.member import Member, this_member
-from hostring.message import pack, unpack
-from hostring.rendezvous import Progress
+from hostring.rendezvous import Progress, exchange, linger
+from hostring.roster import Entry, Roster
 from hostring.store import Store
-from hostring.wiring import Address, Wire, Wiring
 
 __all__ = ["Group", "Member", "connect"]
 
@@ -32,10 +30,12 @@ log = logging.getLogger("hostring")
 Neighbours = Callable[[int, int], set[int]]
 """(rank, world_size) -> the ranks that `rank` needs data links with."""
 
+Wire = tuple[int, str]
+"""(peer, kind) of a link."""
+
 Exchange = Callable[[bytes], list[bytes]]
 """Publishes this rank's bytes and returns those of all ranks, by rank."""
 
-PAYLOAD_LIMIT = 1 << 16
 TRANSPORTS = ("auto", "memory", "tcp", "unix")
 
 
@@ -47,12 +47,13 @@ class Group:
         rank: this rank.
         world_size: number of ranks.
         name: the same on all ranks.
-        epoch: 31 bits that differ from one start to the next, the same on all ranks.
-        secret: what the links' hellos prove; new for every group.
+        epoch: 31 bits, the same on all ranks, that differ from one start to the next; 0 in a ring without a store.
+        secret: what the links' hellos prove; where there is a store, it is new for every start.
         data, control, p2p: links by peer. Data links lead to the topology's neighbours, the others to every rank that
             this one can address.
         members: by rank; None for a rank that this one knows nothing of.
         store: shared with all ranks, where there is one.
+        hosts: addresses of this host at which the others can reach it, best first.
     """
 
     rank: int
@@ -65,8 +66,9 @@ class Group:
     p2p: dict[int, Link] = field(default_factory=dict)
     members: list[Member | None] = field(default_factory=list)
     store: Store | None = None
+    hosts: list[str] = field(default_factory=list)
     _config: Config = field(default_factory=Config, repr=False)
-    _leave: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     @property
     def links(self) -> list[Link]:
@@ -92,7 +94,7 @@ class Group:
             world_size: of the subgroup.
             neighbours: as in `connect`, in the subgroup's numbers.
             contract: as in `connect`.
-            exchange: gathers bytes from all ranks of the subgroup, over this group's links.
+            exchange: gathers bytes from all ranks of the subgroup, over this group's links. Called exactly once.
             timeout: seconds; this group's when not given.
         """
         config = replace(
@@ -105,7 +107,7 @@ class Group:
             store=None,
             ring=None,
         )
-        return connect(config, neighbours=neighbours, contract=contract, exchange=exchange)
+        return connect(config, neighbours=neighbours, contract=contract, exchange=exchange, hosts=self.hosts)
 
     def abort(self) -> None:
         """End all links now. Descriptors are given up by `close`, which must still be called."""
@@ -116,35 +118,7 @@ class Group:
         """Close all links and give up the store. Idempotent."""
         for link in self.links:
             link.close()
-        while self._leave:
-            self._leave.pop()()
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """What one rank publishes."""
-
-    world_size: int
-    nonce: bytes
-    transport: str
-    contract: Mapping[str, Any]
-    member: Member
-
-    def to_bytes(self) -> bytes:
-        return pack(
-            [PROTOCOL, self.world_size, self.nonce, self.transport, dict(self.contract), self.member.to_wire()],
-            PAYLOAD_LIMIT,
-        )
-
-    @classmethod
-    def from_bytes(cls, rank: int, data: bytes) -> _Entry:
-        try:
-            version, world_size, nonce, transport, contract, member = unpack(data)
-            if version != PROTOCOL:
-                raise HandshakeError(f"rank {rank} speaks version {version!r} of the protocol, this rank {PROTOCOL}; install one hostring")
-            return cls(int(world_size), bytes(nonce), str(transport), dict(contract), Member.from_wire(member))
-        except (ValueError, TypeError) as exc:
-            raise HandshakeError(f"what rank {rank} published can't be read: {exc}") from exc
+        self._leave.close()
 
 
 def connect(
@@ -153,6 +127,7 @@ def connect(
     neighbours: Neighbours,
     contract: Mapping[str, Any],
     exchange: Exchange | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> Group:
     """Form the group that `config` describes. All its ranks must call this.
 
@@ -161,6 +136,7 @@ def connect(
         neighbours: which ranks need data links; (rank, world_size) -> ranks. Made symmetric here.
         contract: what all ranks must agree on, as msgpack can hold it.
         exchange: carries the few bytes that the ranks have to know of each other; through the store when not given.
+        hosts: where to listen, when that is known from another group.
 
     Raises:
         HandshakeError: ranks disagree on the contract, the protocol or the world size.
@@ -171,73 +147,139 @@ def connect(
         raise ValueError(f"transport={config.transport!r} is none of {', '.join(TRANSPORTS)}")
     if not 0 <= config.rank < config.world_size:
         raise ValueError(f"rank {config.rank} is not in 0…{config.world_size - 1} (world_size {config.world_size})")
+    if config.ring is not None and config.transport not in ("auto", "tcp"):
+        raise ValueError(f"RING_CONFIG gives TCP addresses, which transport={config.transport!r} has no use for")
     with contextlib.ExitStack() as undo:
         forming = _Forming(config, neighbours, contract, undo)
-        group = forming.alone() if config.world_size == 1 else forming.together(exchange)
+        if config.ring is not None and config.world_size > 1:
+            group = forming.ring(config.ring)
+        elif config.world_size > 1:
+            group = forming.together(exchange or forming.through_store(), hosts)
+        else:
+            group = forming.alone(exchange)
         undo.pop_all()
         return group
 
 
 class _Forming:
-    """One call of `connect`. What is opened on the way is closed by `undo` unless all goes well."""
+    """One call of `connect`. What is opened on the way is closed by `undo` unless all goes well, then by `leave`."""
 
     def __init__(self, config: Config, neighbours: Neighbours, contract: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
         self.config = config
         self.rank, self.world_size = config.rank, config.world_size
         self.neighbours = neighbours
         self.contract = contract
-        self.undo = undo
+        self.transport = "tcp" if config.transport == "auto" else config.transport
         self.deadline = time.monotonic() + config.timeout
         self.progress = Progress(config.rank, self.deadline)
-        self.transport = "tcp" if config.transport == "auto" else config.transport
         self.store: Store | None = None
-        self.leave: list[Callable[[], None]] = []
         self.listeners: list[socket.socket] = []
+        self.undo = undo
+        self.leave = contextlib.ExitStack()
+        undo.callback(self.leave.close)
 
-    def alone(self) -> Group:
+    def alone(self, exchange: Exchange | None) -> Group:
         """A world of one has no links and needs nobody."""
+        if exchange is not None:
+            exchange(b"")
         return Group(0, 1, self.config.name, 0, os.urandom(32), members=[this_member([])], _config=self.config)
 
-    def together(self, exchange: Exchange | None) -> Group:
-        if exchange is None:
-            exchange = self._through_store()
-        addresses = self._listen()
-        mine = _Entry(self.world_size, os.urandom(16), self.transport, self.contract, this_member(addresses))
-        entries = self._table(exchange(mine.to_bytes()))
-        nonces = b"".join(entry.nonce for entry in entries)
-        identity = hashlib.sha256(b"group" + self.config.name.encode() + nonces).digest()
-        secret = hashlib.sha256(b"secret" + self.config.secret + nonces).digest()
-        group = Group(
+    def together(self, exchange: Exchange, hosts: Sequence[str] | None) -> Group:
+        """All ranks learn all addresses, then every pair makes its links."""
+        hosts = list(hosts or self._hosts())
+        trouble: Exception | None = None
+        addresses: list[Address] = []
+        try:
+            addresses = self._listen(hosts)
+        except (OSError, RendezvousError) as exc:  # the others must hear of it: they are about to gather
+            trouble = exc
+        mine = Entry(self.rank, self.world_size, os.urandom(16), self.transport, self.contract, this_member(addresses), str(trouble or ""))
+        entries = [Entry.from_bytes(rank, payload) for rank, payload in enumerate(exchange(mine.to_bytes()))]
+        roster = Roster(self.config.name, self.config.secret, mine, entries)
+        if trouble is not None:
+            raise trouble
+        roster.check()
+        self.progress.speaks = True
+        if isinstance(getattr(self.store, "deadline", None), float):
+            self.store.deadline = 0.0  # type: ignore[union-attr]
+        group = self._group(roster.epoch, roster.secret, list(roster.members), hosts)
+        if self.transport == "memory":
+            self._meet(group, roster.identity)
+        else:
+            self._warn_if_open(hosts, self.rank == 0)
+            dials = {peer: roster.addresses_of(peer) for peer in range(self.rank)}
+            self._wire(group, roster.hello(group.epoch), self._wires(), dials)
+        return group
+
+    def ring(self, ring: Ring) -> Group:
+        """Each rank waits for its left neighbour and dials its right one; what they know of each other comes with the hello."""
+        n, right, left = self.world_size, (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        addresses = [(host, ring.right_port) for host in resolve(ring.right_ip)]
+        if not addresses:
+            raise RendezvousError(f"rank {self.rank}: right_ip {ring.right_ip!r} of RING_CONFIG can't be resolved")
+        near = is_loopback(ring.right_ip) and (ring.master_ip is None or is_loopback(ring.master_ip))
+        hosts = hosts_to_bind(loopback=near, spec=self.config.interface)
+        self._listen(hosts if near or self.config.interface else [any_host()], ring.port)
+        self._warn_if_open(hosts, True)
+        members: list[Member | None] = [None] * n
+        members[self.rank] = mine = this_member([(host, ring.port) for host in hosts])
+        alone = Entry(self.rank, n, os.urandom(16), self.transport, self.contract, mine)
+        roster = Roster(self.config.name, self.config.secret, alone, [])
+        group = self._group(0, roster.secret, members, hosts)
+        wires = [(peer, kind) for peer in {left, right} for kind in KINDS]
+        if n == 2:  # both could dial; one direction is enough, and there must not be two links of a kind
+            dials, accepts = (wires, []) if self.rank == 1 else ([], wires)
+        else:
+            dials, accepts = [wire for wire in wires if wire[0] == right], [wire for wire in wires if wire[0] == left]
+        for peer, hello in self._wire(group, roster.hello(0), wires, {right: addresses}, dials, accepts).items():
+            members[peer] = hello.member
+        return group
+
+    def through_store(self) -> Exchange:
+        """Use the store that the configuration names."""
+        store, close = open_store(self.config, self.deadline, self.progress)
+        self.leave.callback(close)
+        self.store = store
+        prefix = f"{self.config.name}/{self.config.restarts}"
+        if self.config.rank == 0 and self.config.hosts_store and self.config.store is None:
+            self.undo.callback(linger, store, prefix, self.world_size)
+
+        def through(payload: bytes) -> list[bytes]:
+            return exchange(store, prefix, self.rank, self.world_size, payload, self.deadline, self.progress, inspect)
+
+        me = this_member([])
+
+        def inspect(rank: int, payload: bytes) -> None:
+            entry = Entry.from_bytes(rank, payload)
+            entry.check_place(self.rank, self.world_size)
+            if rank < self.rank and entry.member.host_id == me.host_id:
+                self.progress.speaks = False  # one line per host is enough
+
+        return through
+
+    def _group(self, epoch: int, secret: bytes, members: list[Member | None], hosts: list[str]) -> Group:
+        return Group(
             self.rank,
             self.world_size,
             self.config.name,
-            int.from_bytes(identity[16:20], "little") >> 1,
+            epoch,
             secret,
-            members=[entry.member for entry in entries],
+            members=members,
             store=self.store,
+            hosts=hosts,
             _config=self.config,
             _leave=self.leave,
         )
-        wires = self._wires()
-        if self.transport == "memory":
-            self._meet(group, identity, wires)
-        else:
-            self._wire(group, identity[:16], wires, entries)
-        return group
 
-    def _through_store(self) -> Exchange:
-        store, close = rendezvous.open_store(self.config, self.deadline, self.progress)
-        self.undo.callback(close)
-        self.leave.append(close)
-        self.store = store
-        prefix = f"{self.config.name}/{self.config.restarts}"
+    def _hosts(self) -> list[str]:
+        if self.transport != "tcp":
+            return ["127.0.0.1"]
+        local = getattr(self.store, "local_host", None)
+        target = self.config.store_host
+        loopback = (is_loopback(local) if local else True) and (target is None or is_loopback(target))
+        return hosts_to_bind(loopback=loopback, spec=self.config.interface, first=[local] if local else [])
 
-        def exchange(payload: bytes) -> list[bytes]:
-            return rendezvous.exchange(store, prefix, self.rank, self.world_size, payload, self.deadline, self.progress)
-
-        return exchange
-
-    def _listen(self) -> list[Address]:
+    def _listen(self, hosts: Sequence[str], port: int = 0) -> list[Address]:
         """Open this rank's listeners, before anybody is told of them."""
         if self.transport == "memory":
             return []
@@ -245,63 +287,32 @@ class _Forming:
         if self.transport == "unix":
             sock, path = transport.listen()
             self.undo.callback(transport.remove, path)
-            self.leave.append(lambda: transport.remove(path))
+            self.leave.callback(transport.remove, path)
             self._own(sock)
             return [(path, 0)]
-        addresses: list[Address] = []
-        for host in self._hosts():
-            bare, _, scope = host.partition("%")
+        reasons = []
+        for host in hosts:
             try:
-                sock = transport.listen(bare, 0, scope_id=socket.if_nametoindex(scope) if scope else 0)
+                self._own(transport.listen(host, port))
             except OSError as exc:
-                log.info("hostring: rank %d can't listen on %s: %s", self.rank, host, exc)
-                continue
-            self._own(sock)
-            addresses.append((host, sock.getsockname()[1]))
-        if not addresses:
-            raise RendezvousError(f"rank {self.rank} can listen on none of its addresses ({', '.join(self._hosts())})")
-        return addresses
+                reasons.append(f"{host} port {port}: {exc}" if port else f"{host}: {exc}")
+                log.info("hostring: rank %d can't listen on %s", self.rank, reasons[-1])
+        if not self.listeners:
+            raise RendezvousError(f"rank {self.rank} can listen on none of its addresses ({'; '.join(reasons)})")
+        names = [sock.getsockname() for sock in self.listeners]
+        return [(host, name[1]) for host in hosts for name in names if name[0] == host.partition("%")[0]]
 
     def _own(self, sock: socket.socket) -> None:
         self.undo.callback(sock.close)
         self.listeners.append(sock)
 
-    def _hosts(self) -> list[str]:
-        local = getattr(self.store, "local_host", None)
-        target = self.config.store_host
-        loopback = is_loopback(local) if local else target is None or is_loopback(target)
-        return hosts_to_bind(loopback=loopback, spec=self.config.interface, first=[local] if local else [])
-
-    def _table(self, payloads: Sequence[bytes]) -> list[_Entry]:
-        """Read what all ranks published, and refuse what can't work: every rank comes to the same conclusion."""
-        entries = [_Entry.from_bytes(rank, payload) for rank, payload in enumerate(payloads)]
-        mine = entries[self.rank]
-        for rank, entry in enumerate(entries):
-            compare_contracts(self.rank, self.contract, rank, entry.contract)
-            for what, ours, theirs in (
-                ("world_size", self.world_size, entry.world_size),
-                ("transport", self.transport, entry.transport),
-            ):
-                if ours != theirs:
-                    raise HandshakeError(f"{what} differs: rank {self.rank} has {ours!r}, rank {rank} has {theirs!r}")
-            self._reachable(mine.member, rank, entry.member)
-        return entries
-
-    def _reachable(self, mine: Member, rank: int, theirs: Member) -> None:
-        if self.transport == "memory" and (mine.host_id, mine.pid) != (theirs.host_id, theirs.pid):
-            where = f"rank {rank} is process {theirs.pid} on {theirs.hostname}"
-            raise HandshakeError(f"transport='memory' needs all ranks in one process; {where}")
-        if mine.net_id == theirs.net_id:
-            return
-        where = f"rank {self.rank} is on {mine.hostname}, rank {rank} on {theirs.hostname}"
-        if self.transport == "unix":
-            raise HandshakeError(f"transport='unix' needs all ranks on one host; {where}")
-        for member, who in ((mine, self.rank), (theirs, rank)):
-            if member.addresses and all(is_loopback(host) for host, _ in member.addresses):
-                raise RendezvousError(
-                    f"{where}, but rank {who} offers only loopback addresses ({member.addresses[0][0]}), since the rendezvous address "
-                    f"that it was given is one; give all ranks a MASTER_ADDR that other hosts can reach, or set HOSTRING_INTERFACE"
-                )
+    def _warn_if_open(self, hosts: Iterable[str], speaks: bool) -> None:
+        if speaks and self.transport == "tcp" and not self.config.secret and not all(map(is_loopback, hosts)):
+            log.warning(
+                "hostring: rank %d listens on %s without a secret: whoever reaches it can pose as a rank; set HOSTRING_SECRET on all ranks",
+                self.rank,
+                ", ".join(hosts),
+            )
 
     def _wires(self) -> list[Wire]:
         near = {r for r in range(self.world_size) if r in self.neighbours(self.rank, self.world_size)}
@@ -309,26 +320,32 @@ class _Forming:
         others = [r for r in range(self.world_size) if r != self.rank]
         return [(peer, kind) for peer in others for kind in ("control", "data", "p2p") if kind != "data" or peer in near]
 
-    def _meet(self, group: Group, identity: bytes, wires: Iterable[Wire]) -> None:
+    def _meet(self, group: Group, identity: bytes) -> None:
         memory = _transport("memory")
         for kind in KINDS:
-            key = (identity, kind)
-            self.undo.callback(memory.forget, key, self.rank)
-            self.leave.append(lambda key=key: memory.forget(key, self.rank))  # type: ignore[misc]
-        for peer, kind in wires:
+            self.leave.callback(memory.forget, (identity, kind), self.rank)
+        for peer, kind in self._wires():
             link = memory.meet((identity, kind), self.rank, peer)
             self.undo.callback(link.close)
             getattr(group, kind)[peer] = link
 
-    def _wire(self, group: Group, identity: bytes, wires: Sequence[Wire], entries: Sequence[_Entry]) -> None:
-        mine = entries[self.rank].member
-        hello = Hello(identity, group.epoch, self.world_size, self.rank, KINDS[0], self.contract, mine)
+    def _wire(
+        self,
+        group: Group,
+        hello: Hello,
+        wires: Sequence[Wire],
+        addresses: Mapping[int, Sequence[Address]],
+        dials: Sequence[Wire] | None = None,
+        accepts: Sequence[Wire] | None = None,
+    ) -> dict[int, Hello]:
+        from hostring.wiring import Wiring  # asyncio takes long to import, and a world of one doesn't need it
+
         wiring = Wiring(
             hello=hello,
             secret=group.secret,
-            dials=[wire for wire in wires if wire[0] < self.rank],
-            accepts=[wire for wire in wires if wire[0] > self.rank],
-            addresses={peer: _usable(mine, entries[peer].member) for peer in range(self.rank)},
+            dials=[wire for wire in wires if wire[0] < self.rank] if dials is None else dials,
+            accepts=[wire for wire in wires if wire[0] > self.rank] if accepts is None else accepts,
+            addresses=addresses,
             listeners=self.listeners,
             deadline=self.deadline,
             progress=self.progress,
@@ -338,14 +355,8 @@ class _Forming:
             getattr(group, kind)[peer] = transport.wrap(sock, peer, self.config.timeout)
         for listener in self.listeners:
             listener.close()
-
-
-def _usable(mine: Member, theirs: Member) -> list[Address]:
-    """The addresses of `theirs` that this rank may try: loopback only when both share it."""
-    same = mine.net_id == theirs.net_id
-    return [(host, port) for host, port in theirs.addresses if same or not is_loopback(host) or numeric(host) is None]
+        return wiring.hellos
 
 
 def _transport(name: str) -> Any:
     return importlib.import_module(f"hostring.transports.{name}")
-

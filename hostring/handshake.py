@@ -33,9 +33,16 @@ KINDS = ("data", "control", "p2p")
 
 @dataclass(frozen=True)
 class Hello:
-    """What a rank says about itself on a link. `group` names the group and this very start of it; `kind` is one of `KINDS`."""
+    """What a rank says about itself on a link.
+
+    Attributes:
+        group: names the group and, where there was a store, this very start of it.
+        session: names this rank's start; the same in all its hellos, and never again.
+        kind: one of `KINDS`.
+    """
 
     group: bytes
+    session: bytes
     epoch: int
     world_size: int
     rank: int
@@ -48,6 +55,7 @@ class Hello:
         wire = {
             "hostring": PROTOCOL,
             "group": self.group,
+            "session": self.session,
             "epoch": self.epoch,
             "world_size": self.world_size,
             "rank": self.rank,
@@ -148,6 +156,7 @@ def _parse(data: bytes) -> Hello:
             raise ValueError("a field has the wrong type")
         return Hello(
             group=bytes(wire["group"]),
+            session=bytes(wire["session"]),
             epoch=int(wire["epoch"]),
             world_size=int(wire["world_size"]),
             rank=int(wire["rank"]),

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
+import datetime
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from hostring.errors import RendezvousError
-from hostring.message import PREFIX, checked_nbytes, framed, pack, prove, proves, unpack
-
-MESSAGE_LIMIT = 1 << 20
-"""Bytes of one store message, and so of one value."""
-
-WAIT_SLICE = 10.0
-"""Seconds that the server may hold one `get`. The client asks again, so that neither end waits for a dead one for long."""
-
-ANSWER_LIMIT = 15.0
-"""Seconds after which a server that owes an answer counts as gone."""
 
 
 @runtime_checkable
@@ -93,196 +81,62 @@ class MemoryStore:
         """See `Store.close`. Nothing to give up."""
 
 
-class StoreRefusedError(RendezvousError):
-    """The store is there and doesn't want us: trying again doesn't help."""
+class TorchStore:
+    """Any `torch.distributed.Store` as a store of ours. Torch's own keys are left alone by a prefix."""
 
+    def __init__(self, store: Any) -> None:
+        self._store = store
 
-class _Connection:
-    """One authenticated connection to a `StoreServer`."""
+    @classmethod
+    def agent(cls, host: str, port: int, world_size: int, timeout: float) -> TorchStore:
+        """A client of the store that torchrun's agent runs.
 
-    def __init__(self, sock: socket.socket, client: bytes, secret: bytes) -> None:
-        self.sock = sock
-        self.sock.settimeout(ANSWER_LIMIT)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greeting_bytes = self._recv()
-        greeting = unpack(greeting_bytes)
-        if not isinstance(greeting, dict) or greeting.get("hostring") != "store 1":
-            raise ValueError(f"something else answers there: {greeting_bytes[:40]!r}")
-        nonce = os.urandom(16)
-        self.server = bytes(greeting["server"])
-        self._send([client, nonce, prove(secret, "store client", greeting_bytes, client, nonce)])
-        verdict = unpack(self._recv())
-        if not isinstance(verdict, list) or len(verdict) != 2 or not verdict[0]:
-            raise StoreRefusedError(f"the store refused this rank: {verdict[1] if isinstance(verdict, list) else verdict}")
-        if not proves(verdict[1], secret, "store server", greeting_bytes, client, nonce):
-            raise StoreRefusedError("the store does not know the group's secret (HOSTRING_SECRET)")
-
-    def call(self, request: list[Any], timeout: float) -> list[Any]:
-        self.sock.settimeout(timeout + ANSWER_LIMIT)
-        self._send(request)
-        answer = unpack(self._recv())
-        if not isinstance(answer, list) or len(answer) != 3 or answer[0] != request[0]:
-            raise ValueError("the store gave an answer that fits no question")
-        return answer
-
-    def _send(self, value: Any) -> None:
-        self.sock.sendall(framed(pack(value, MESSAGE_LIMIT)))
-
-    def _recv(self) -> bytes:
-        return self._read(checked_nbytes(self._read(PREFIX.size), MESSAGE_LIMIT))
-
-    def _read(self, nbytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < nbytes:
-            more = self.sock.recv(nbytes - len(data))
-            if not more:
-                raise ConnectionResetError("the store closed the connection")
-            data += more
-        return bytes(data)
-
-
-class TcpStore:
-    """Client of a `StoreServer`. Connects when first used, and again when a connection breaks.
-
-    A request that a broken connection left unanswered is repeated under the same number, which the server does not carry
-    out twice. Should another server answer by then, what was stored is lost, and the request raises ConnectionError.
-    """
-
-    def __init__(
-        self,
-        addresses: Sequence[tuple[str, int]],
-        *,
-        secret: bytes = b"",
-        deadline: float = 0.0,
-        waiting: Callable[[str], None] | None = None,
-    ) -> None:
-        """Connects to nothing yet.
-
-        Args:
-            addresses: (host, port) pairs to try, in this order.
-            secret: the group's secret; both ends must prove that they know it.
-            deadline: monotonic time up to which a server that isn't there is waited for. May be changed at any time.
-            waiting: called now and then while waiting, with the reason.
+        Raises:
+            RendezvousError: nobody answers there.
         """
-        self.addresses = list(addresses)
-        self.deadline = deadline
-        self.local_host: str | None = None
-        self._secret = secret
-        self._waiting = waiting
-        self._server: bytes | None = None
-        self._client = os.urandom(16)
-        self._lock = threading.Lock()
-        self._idle: list[_Connection] = []
-        self._numbers = iter(range(1, 1 << 62))
-        self._closed = False
+        from torch.distributed import TCPStore  # type: ignore[attr-defined,unused-ignore]
+
+        try:
+            return cls(TCPStore(host, port, world_size, False, datetime.timedelta(seconds=timeout), wait_for_workers=False))
+        except RuntimeError as exc:
+            raise RendezvousError(f"torchrun's store at {host} port {port} does not answer: {exc}") from exc
 
     def set(self, key: str, value: bytes) -> None:
         """See `Store.set`."""
-        self._request("set", key, bytes(value))
+        with _torch_errors():
+            self._store.set(f"hostring/{key}", bytes(value))
 
     def get(self, key: str, timeout: float) -> bytes:
         """See `Store.get`."""
-        until = time.monotonic() + timeout
-        while True:
-            left = until - time.monotonic()
-            found, value = self._request("get", key, max(0.0, min(left, WAIT_SLICE)))
-            if found:
-                return bytes(value)
-            if time.monotonic() >= until:
-                raise TimeoutError(f"{key!r} is not in the store after {timeout:.1f} s")
+        with _torch_errors():
+            self._store.wait([f"hostring/{key}"], datetime.timedelta(seconds=max(timeout, 0.001)))
+            return bytes(self._store.get(f"hostring/{key}"))
 
     def check(self, keys: Sequence[str]) -> bool:
         """See `Store.check`."""
-        return bool(self._request("check", list(keys)))
+        with _torch_errors():
+            return bool(self._store.check([f"hostring/{key}" for key in keys]))
 
     def add(self, key: str, amount: int) -> int:
         """See `Store.add`."""
-        return int(self._request("add", key, amount))
+        with _torch_errors():
+            return int(self._store.add(f"hostring/{key}", amount))
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
-        self._request("delete", key)
+        with _torch_errors():
+            self._store.delete_key(f"hostring/{key}")
 
     def close(self) -> None:
-        """See `Store.close`."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.sock.close()
+        """See `Store.close`. The store belongs to torch."""
 
-    def _request(self, op: str, *args: Any) -> Any:
-        with self._lock:
-            request = [next(self._numbers), op, *args]
-        wait = float(args[-1]) if op == "get" else 0.0
-        while True:
-            connection = self._connection()
-            try:
-                _, fine, value = connection.call(request, wait)
-            except (OSError, ValueError) as exc:
-                connection.sock.close()
-                if time.monotonic() >= self.deadline:
-                    raise ConnectionError(f"the store at {self._names()} is gone: {exc}") from exc
-                continue
-            except BaseException:  # an answer may be on its way: nobody may read it as the answer to the next request
-                connection.sock.close()
-                raise
-            with self._lock:
-                if not self._closed:
-                    self._idle.append(connection)
-                    connection = None  # type: ignore[assignment]
-            if connection is not None:
-                connection.sock.close()
-            if not fine:
-                raise StoreRefusedError(f"the store refused {op}: {value}")
-            return value
 
-    def _connection(self) -> _Connection:
-        with self._lock:
-            if self._closed:
-                raise ConnectionError("the store was closed by this rank")
-            if self._idle:
-                return self._idle.pop()
-        connection = self._dial()
-        with self._lock:
-            known, self._server = self._server, connection.server
-        if known is not None and known != connection.server:
-            connection.sock.close()
-            raise ConnectionError(f"the store at {self._names()} was started anew")
-        return connection
-
-    def _dial(self) -> _Connection:
-        pause = 0.02
-        while True:
-            reasons: list[str] = []
-            for host, port in self.addresses:
-                try:
-                    return self._dial_one(host, port)
-                except StoreRefusedError:
-                    raise
-                except (OSError, ValueError, LookupError, TypeError) as exc:
-                    reasons.append(f"{host} port {port}: {exc}")
-            why = "; ".join(dict.fromkeys(reasons))
-            if self._closed or time.monotonic() + pause >= self.deadline:
-                raise ConnectionError(f"no store answers: {why}")
-            if self._waiting is not None:
-                self._waiting(f"for the store at {self._names()}")
-            time.sleep(pause)
-            pause = min(0.5, pause * 1.5)
-
-    def _dial_one(self, host: str, port: int) -> _Connection:
-        limit = max(0.2, min(5.0, self.deadline - time.monotonic()))
-        sock = socket.create_connection((host, port), timeout=limit)  # tries each address that the name has
-        try:
-            if sock.getsockname() == sock.getpeername():  # Linux may connect a free local port to itself
-                raise ConnectionRefusedError("nobody listens")
-            connection = _Connection(sock, self._client, self._secret)
-        except BaseException:
-            sock.close()
-            raise
-        with contextlib.suppress(OSError):
-            self.local_host = sock.getsockname()[0]
-        return connection
-
-    def _names(self) -> str:
-        return " or ".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.addresses)
+@contextlib.contextmanager
+def _torch_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as exc:  # torch has one kind for all: only the text tells
+        text = str(exc)
+        if "timeout" in text.lower() or "timed out" in text.lower():
+            raise TimeoutError(text) from exc
+        raise ConnectionError(f"torch's store: {text}") from exc

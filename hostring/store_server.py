@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hostring.message import PREFIX, checked_nbytes, framed, pack, prove, proves, unpack
-from hostring.store import MESSAGE_LIMIT, WAIT_SLICE
+from hostring.store_client import MESSAGE_LIMIT, WAIT_SLICE
 
 log = logging.getLogger("hostring")
 
@@ -25,6 +25,9 @@ HELLO_SECONDS = 5.0
 STRANGERS_LIMIT = 64
 CONNECTIONS_LIMIT = 8192
 KEYS_LIMIT = 100_000
+MEMORY_LIMIT = 1 << 28
+"""Bytes of all values together."""
+
 CLIENTS_REMEMBERED = 4096
 
 
@@ -46,6 +49,7 @@ class StoreServer:
         self.port: int = sockets[0].getsockname()[1]
         self._secret = secret
         self._values: dict[str, bytes] = {}
+        self._nbytes = 0
         self._counters: dict[str, int] = {}
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}
         self._answers: OrderedDict[bytes, OrderedDict[int, Any]] = OrderedDict()
@@ -152,9 +156,10 @@ class StoreServer:
     async def _carry_out(self, op: str, args: list[Any]) -> Any:
         if op == "set":
             key, value = args
-            self._room_for(key)
             if not isinstance(value, bytes):
                 raise ValueError("a value must be bytes")
+            self._room_for(key, len(value))
+            self._nbytes += len(value) - len(self._values.get(key, b""))
             self._values[key] = value
             for waiter in self._waiters.pop(key, ()):
                 if not waiter.done():
@@ -166,11 +171,11 @@ class StoreServer:
             return all(key in self._values for key in args[0])
         if op == "add":
             key, amount = args
-            self._room_for(key)
+            self._room_for(key, 0)
             self._counters[key] = self._counters.get(key, 0) + int(amount)
             return self._counters[key]
         if op == "delete":
-            self._values.pop(args[0], None)
+            self._nbytes -= len(self._values.pop(args[0], b""))
             self._counters.pop(args[0], None)
             return None
         raise ValueError(f"unknown operation {op!r}")
@@ -188,11 +193,13 @@ class StoreServer:
                 del self._waiters[key]
         return [key in self._values, self._values.get(key, b"")]
 
-    def _room_for(self, key: Any) -> None:
+    def _room_for(self, key: Any, nbytes: int) -> None:
         if not isinstance(key, str) or len(key) > 1024:
             raise ValueError("a key must be a string of at most 1024 characters")
         if len(self._values) + len(self._counters) >= KEYS_LIMIT:
             raise ValueError(f"the store is full ({KEYS_LIMIT} keys)")
+        if self._nbytes + nbytes > MEMORY_LIMIT:
+            raise ValueError(f"the store is full ({MEMORY_LIMIT} bytes)")
 
 
 async def _read(reader: asyncio.StreamReader, limit: int) -> bytes:

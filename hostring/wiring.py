@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hostring.addresses import join_address
+from hostring.addresses import Address, join_address, scope_id
 from hostring.errors import HandshakeError, HostringError, RendezvousError
 from hostring.handshake import HELLO_LIMIT, HELLO_SECONDS, Hello, Protocol, RefusedError, accept, compare_contracts, dial
 from hostring.message import PREFIX, checked_nbytes, framed
@@ -29,7 +29,6 @@ STAGGER = 0.25
 REFUSALS_LIMIT = 3
 """Refusals that no later attempt will change, after which dialling a peer ends."""
 
-Address = tuple[str, int]
 Wire = tuple[int, str]
 """(peer, kind) of a link."""
 
@@ -55,6 +54,7 @@ class Wiring:
         self._greetings: OrderedDict[asyncio.Task[None], None] = OrderedDict()
         self._dropped = 0
         self._missing: set[Wire] = {*self.dials, *self.accepts}
+        self._sessions: dict[int, bytes] = {}
 
     def run(self) -> dict[Wire, socket.socket]:
         """Returns the connected sockets.
@@ -106,7 +106,7 @@ class Wiring:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), min(left, 0.5, max(0.05, self.progress.until_due())))
                 if self._missing:
-                    self.progress.waits(f"for links with {names({peer for peer, _ in self._missing})}")
+                    self.progress.waits(*self._state())
         finally:
             for task in [*tasks, *self._greetings]:
                 task.cancel()
@@ -128,9 +128,16 @@ class Wiring:
         self._failure = self._failure or exc
         self._changed.set()
 
+    def _state(self) -> tuple[str, str]:
+        peers = {peer for peer, _ in self._missing}
+        return f"for links with {names(peers)}", "; ".join(self._tried(peers)[:3])
+
+    def _tried(self, peers: set[int]) -> list[str]:
+        return [f"rank {peer}: {self._reasons[peer]}" for peer in sorted(peers) if peer in self._reasons]
+
     def _in_vain(self) -> str:
         peers = {peer for peer, _ in self._missing}
-        tried = [f"rank {peer}: {self._reasons[peer]}" for peer in sorted(peers) if peer in self._reasons]
+        tried = self._tried(peers)
         text = f"rank {self.hello.rank} has no link with {names(peers)} at the deadline"
         return f"{text} ({'; '.join(tried)})" if tried else f"{text}; nobody dialled from there: is a firewall between the hosts?"
 
@@ -186,13 +193,15 @@ class Wiring:
         wire = theirs.rank, theirs.kind
         if wire not in self.accepts:
             return f"rank {self.hello.rank} expects no {theirs.kind} link from rank {theirs.rank}"
-        if wire in self.sockets and not _is_dead(self.sockets[wire]):
+        other_start = self._sessions.get(theirs.rank, theirs.session) != theirs.session
+        if other_start or (wire in self.sockets and not _is_dead(self.sockets[wire])):
             return f"rank {theirs.rank} is there already"
         return None
 
     def _keep(self, sock: socket.socket, theirs: Hello) -> None:
         self.sockets[theirs.rank, theirs.kind] = sock
         self.hellos[theirs.rank] = theirs
+        self._sessions[theirs.rank] = theirs.session
         self._missing.discard((theirs.rank, theirs.kind))
         self._changed.set()
 
@@ -208,10 +217,10 @@ class Wiring:
             if not isinstance(outcome, BaseException):
                 return outcome
             self._reasons[peer] = str(outcome)
-            if isinstance(outcome, RefusedError) and outcome.reason in ("version", "secret", "world_size", "duplicate"):
+            if isinstance(outcome, RefusedError) and outcome.reason in ("version", "secret", "world_size"):
                 refusals += 1
                 if refusals >= REFUSALS_LIMIT:
-                    raise HandshakeError(f"rank {self.hello.rank} gets no link to rank {peer}: {outcome}")
+                    raise HandshakeError(f"rank {self.hello.rank} gets no link to rank {peer}: {outcome}", peer)
             elif isinstance(outcome, HandshakeError) and not isinstance(outcome, RefusedError):
                 raise outcome
             await asyncio.sleep(pause)
@@ -285,13 +294,6 @@ async def _connected(address: Address) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def scope_id(scope: str) -> int:
-    """The number of an IPv6 scope, which may be written as an interface's name."""
-    if not scope:
-        return 0
-    return int(scope) if scope.isdigit() else socket.if_nametoindex(scope)
 
 
 def _is_dead(sock: socket.socket) -> bool:

@@ -11,8 +11,11 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 
+from hostring.addresses import listen
 from hostring.errors import PeerLostError
 from hostring.link import Buffer
+
+__all__ = ["SocketLink", "listen", "tune", "wrap"]
 
 SYSCALL_LIMIT = 1 << 30
 """Bytes for one system call where the kernel refuses more (macOS does from 2 GiB on; Linux shortens by itself)."""
@@ -165,8 +168,8 @@ def clamp(buffers: Sequence[Buffer], exc: OSError) -> list[memoryview] | None:
 
 
 def unacknowledged(sock: socket.socket) -> int:
-    """Bytes that the kernel holds for the peer. 0 where the system can't tell."""
-    if sys.platform != "linux":
+    """Bytes that may still get lost. 0 where the system can't tell, and for UNIX sockets, whose bytes are with the peer at once."""
+    if sys.platform != "linux" or sock.family == socket.AF_UNIX:
         return 0
     import array
     import fcntl
@@ -200,21 +203,3 @@ def wrap(sock: socket.socket, peer: int, timeout: float) -> SocketLink:
     """Make a connected socket the link to `peer`. `timeout` is the group's, see `tune`."""
     tune(sock, max(timeout, 30.0))
     return SocketLink(sock, peer)
-
-
-def listen(host: str, port: int, *, scope_id: int = 0, backlog: int = 1024) -> socket.socket:
-    """A non-blocking listening socket on one numeric address ("::" takes IPv4 as well); port 0 picks a free one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if sys.platform != "win32":  # there it would let a second process take the port
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
-        sock.bind((host, port, 0, scope_id) if family == socket.AF_INET6 else (host, port))
-        sock.listen(backlog)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
