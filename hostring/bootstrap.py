@@ -199,7 +199,7 @@ class _Forming:
         if trouble is not None:
             raise trouble
         roster.check()
-        self.progress.speaks = True
+        self.progress.next_phase()
         if isinstance(getattr(self.store, "deadline", None), float):
             self.store.deadline = 0.0  # type: ignore[union-attr]
         group = self._group(roster.epoch, roster.secret, list(roster.members), hosts)

@@ -50,6 +50,11 @@ class Progress:
             times = f"{now - self._start:.0f} s of {self._deadline - self._start:.0f} s"
             log.warning("hostring: %s waits %s (%s)", self._who, what, f"{state}, {times}" if state else times)
 
+    def next_phase(self) -> None:
+        """Something else is waited for from now on, by every rank alone."""
+        self.speaks = True
+        self._due = max(self._due, time.monotonic() + FIRST_NEWS)
+
     def until_due(self) -> float:
         """Seconds until the next line is due."""
         return max(0.0, self._due - time.monotonic())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -108,8 +109,14 @@ class TorchStore:
 
     def get(self, key: str, timeout: float) -> bytes:
         """See `Store.get`."""
+        until, pause = time.monotonic() + timeout, 0.001
+        while not self.check([key]):  # torch's own wait writes a warning to stderr whenever it times out
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{key!r} is not in torch's store after {timeout:.1f} s")
+            time.sleep(min(pause, left))
+            pause = min(0.05, pause * 2)
         with _torch_errors():
-            self._store.wait([f"hostring/{key}"], datetime.timedelta(seconds=max(timeout, 0.001)))
             return bytes(self._store.get(f"hostring/{key}"))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -135,8 +142,5 @@ class TorchStore:
 def _torch_errors() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as exc:  # torch has one kind for all: only the text tells
-        text = str(exc)
-        if "timeout" in text.lower() or "timed out" in text.lower():
-            raise TimeoutError(text) from exc
-        raise ConnectionError(f"torch's store: {text}") from exc
+    except RuntimeError as exc:  # torch's kind for everything; the store's client does not connect again
+        raise RendezvousError(f"torch's store failed: {exc}") from exc
