@@ -1,8 +1,9 @@
 """Proof by execution on symbols: run all ranks' schedules together and see in which order every element was folded.
 
 The proof holds for the data that the engine executes, not for a model of it. What is checked, on every rank: each
-element of the result is folded in exactly the declared order; each message meets its receive in the same round, with
-the same length and mark; scratch is written before it is read; nothing that is on its way is overwritten.
+element of the result is folded in exactly the declared order, from elements of its own position; each message meets its
+receive in the same round, with the same length and mark; scratch is written before it is read; nothing that is on its
+way, or that a fold of the round uses, is overwritten.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .fold import ORDERS, Expression, expression
 from .schedule import DATA, OUT, Fold, Range, Round, Schedule, split_evenly
 from .topologies import TOPOLOGIES
 
-Memory = dict[str, list[Any]]  # one rank's buffers; an element is a nested pair of contributor ranks, or None
+Memory = dict[str, list[Any]]  # one rank's buffers; an element is a nested pair of `contribution`s, or None
 
 
 class NotCertified(AssertionError):
@@ -42,6 +43,7 @@ def simulate(schedules: Sequence[Schedule], memories: list[Memory]) -> None:
                 if len(values) != len(recv.into) or raw != recv.raw:
                     raise NotCertified(f"round {k}: rank {recv.peer} sends {len(values)} elements, rank {rank} expects {len(recv.into)}")
                 memories[rank][recv.into.buffer][recv.into.start : recv.into.stop] = values
+            _check_landings(round_, f"round {k}, rank {rank}")
             for fold in round_.folds:
                 _fold(memories[rank], fold, f"round {k}, rank {rank}")
         lost = {pair: len(queue) for pair, queue in post.items() if queue}
@@ -56,9 +58,32 @@ def _in_flight(rounds: Sequence[Round], memories: list[Memory], k: int) -> dict[
             values = _read(memories[rank], send.what, f"round {k}, rank {rank} sends")
             post.setdefault((rank, send.peer), []).append((values, send.raw))
             for recv in round_.recvs:
-                if recv.into.buffer == send.what.buffer and max(recv.into.start, send.what.start) < min(recv.into.stop, send.what.stop):
+                if _overlap(recv.into, send.what):
                     raise NotCertified(f"round {k}: rank {rank} receives into {recv.into}, which it is sending")
     return post
+
+
+def _overlap(a: Range, b: Range) -> bool:
+    return a.buffer == b.buffer and max(a.start, b.start) < min(a.stop, b.stop)
+
+
+def _check_landings(round_: Round, where: str) -> None:
+    """What comes in a round may land at any time in it, and the engine folds a whole message as soon as it is there."""
+    landings = [recv.into for recv in round_.recvs if len(recv.into)]
+    for n, landing in enumerate(landings):
+        for other in landings[:n]:
+            if _overlap(landing, other):
+                raise NotCertified(f"{where}: receives into {other} and {landing} at once")
+        for fold in round_.folds:
+            for touched in (fold.into, *_leaves(fold.sources)):
+                if touched != landing and _overlap(touched, landing):
+                    raise NotCertified(f"{where}: folds {touched} while {landing} comes in")
+            if fold.into == landing and landing not in _leaves(fold.sources):
+                raise NotCertified(f"{where}: folds into {landing} while it comes in")
+
+
+def _leaves(node: Expression) -> list[Range]:
+    return [node] if isinstance(node, Range) else [*_leaves(node[0]), *_leaves(node[1])]
 
 
 def _read(memory: Memory, r: Range, where: str) -> list[Any]:
@@ -76,7 +101,8 @@ def _fold(memory: Memory, fold: Fold, where: str) -> None:
 
     def consume(node: Expression) -> None:
         if not isinstance(node, Range):
-            consume(node[0]), consume(node[1])
+            consume(node[0])
+            consume(node[1])
         elif node.buffer not in (DATA, OUT):
             memory[node.buffer][node.start : node.stop] = [None] * len(node)
 
@@ -88,12 +114,16 @@ def _fold(memory: Memory, fold: Fold, where: str) -> None:
     memory[fold.into.buffer][fold.into.start : fold.into.stop] = result
 
 
+def contribution(rank: int, i: int) -> str:
+    """The symbol for element `i` of what `rank` brings."""
+    return f"x{rank}[{i}]"
+
+
 def declared(order: str, world_size: int, n_elements: int) -> list[Expression]:
     """The declared fold of every element of an all-reduce."""
-    ranks = list(range(world_size))
-    if order != "ring":
-        return [expression(order, ranks)] * n_elements
-    return [expression(order, ranks, c + 1) for c, (a, b) in enumerate(split_evenly(n_elements, world_size)) for _ in range(a, b)]
+    chunks = split_evenly(n_elements, world_size)
+    starts = [c + 1 for c, (a, b) in enumerate(chunks) for _ in range(a, b)]
+    return [expression(order, [contribution(r, i) for r in range(world_size)], starts[i]) for i in range(n_elements)]
 
 
 @dataclass(frozen=True)
@@ -118,16 +148,17 @@ def certify_all_reduce(topology: str, variant: str, order: str, world_size: int,
     t = TOPOLOGIES[topology]
     schedules = [t.variants[variant].build(t.place(rank, world_size), n_elements, order, segment) for rank in range(world_size)]
     for rank, schedule in enumerate(schedules):
-        strangers = {s.peer for r in schedule.rounds for s in (*r.sends, *r.recvs)} - t.neighbours(rank, world_size)
+        strangers = {m.peer for r in schedule.rounds for messages in (r.sends, r.recvs) for m in messages} - t.neighbours(rank, world_size)
         if strangers:
             raise NotCertified(f"{topology}/{variant}: rank {rank} talks to {sorted(strangers)}, to which it has no link")
-    memories: list[Memory] = [{DATA: [rank] * n_elements} for rank in range(world_size)]
+    memories: list[Memory] = [{DATA: [contribution(rank, i) for i in range(n_elements)]} for rank in range(world_size)]
     simulate(schedules, memories)
     wanted = declared(order, world_size, n_elements)
     for rank, memory in enumerate(memories):
         for i, (got, want) in enumerate(zip(memory[DATA], wanted, strict=True)):
             if got != want:
-                raise NotCertified(f"{topology}/{variant}, order {order}, {world_size} ranks: element {i} on rank {rank} is folded {got}, declared is {want}")
+                where = f"{topology}/{variant}, order {order}, {world_size} ranks"
+                raise NotCertified(f"{where}: element {i} on rank {rank} is folded {got}, declared is {want}")
     sent = max(s.sent_elements() for s in schedules) / n_elements if n_elements else 0.0
     return Certificate(topology, variant, order, world_size, n_elements, max(len(s.rounds) for s in schedules), sent)
 
