@@ -38,9 +38,22 @@ class Tuner:
         self.topology = TOPOLOGIES["mesh" if topology == "auto" else topology]
         self._order, self._world_size = order, world_size
         self._variants = self.topology.variants_for(order)
+        self._forced: Choice | None = None
+
+    def force(self, variant: str, segment: int) -> None:
+        """Always choose this, for proofs and measurements. On every rank alike, before its first all-reduce.
+
+        Raises:
+            ValueError: the topology has no such variant that holds the order.
+        """
+        if variant not in self._variants:
+            raise ValueError(f"variant={variant!r} of {self.topology.name} can't hold order={self._order!r}; use {' or '.join(self._variants)}")
+        self._forced = Choice(self.topology, variant, segment)
 
     def all_reduce(self, n_elements: int, itemsize: int) -> Choice:
         """The schedule for an all-reduce of `n_elements` of `itemsize` bytes on the wire."""
+        if self._forced is not None:
+            return self._forced
         nbytes = n_elements * itemsize
         segment = max(1, SEGMENT_NBYTES // itemsize)
         return Choice(self.topology, self._variant(nbytes), segment)
