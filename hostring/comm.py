@@ -81,7 +81,7 @@ class Comm:
             self._check(x, op)
             return turns.submit(lambda: self._all_reduce(x, op, timeout), "all_reduce")
         if turns.queued or not turns.turn.acquire(False):
-            return turns.submit(lambda: self._all_reduce(x, op, timeout), "all_reduce").wait()
+            return turns.run(self._all_reduce, "all_reduce", x, op, timeout)
         try:
             return self._all_reduce(x, op, timeout)
         finally:
@@ -394,6 +394,13 @@ class Comm:
         joined = self.all_gather(np.frombuffer(payload, np.uint8), counts=sizes).tobytes()
         ends = np.cumsum([0, *sizes])
         return [joined[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+    def turn(self, job: Callable[[], Any], *, what: str = "turn", async_op: bool = False) -> Any:
+        """Carry out `job`, which calls blocking collectives of this group, as one: no other thread's call comes in between.
+
+        Returns what `job` returns, or a `Work` with `async_op`. Inside, don't wait for this group's asynchronous calls.
+        """
+        return self._start(what, job, async_op)
 
     def close(self) -> None:
         """Work off what was accepted, say goodbye, and close all links. Idempotent. Other ranks that still wait for this one fail."""
