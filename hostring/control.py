@@ -199,7 +199,7 @@ def _to_words(cause: HostringError) -> dict[str, Any]:
 
 
 def _from_words(body: dict[str, Any], peer: int) -> HostringError:
-    kind = getattr(errors, str(body.get("kind")), HostringError)
+    kind: Any = getattr(errors, str(body.get("kind")), HostringError)
     if not (isinstance(kind, type) and issubclass(kind, HostringError)) or kind is GroupClosedError:
         kind = HostringError
     rank = None if body.get("rank", -1) < 0 else int(body["rank"])

@@ -164,7 +164,7 @@ class Engine:
     ) -> tuple[float, int]:  # fmt: skip
         """Receive what is pending and send the rest, folding what is complete meanwhile. Returns seconds of waiting, and steps done."""
         waited, since, idle, at = 0.0, 0.0, 0, 0
-        late = pending[0].pipe if pending else unsent[0].pipe if unsent else None
+        late: Pipe | None = None
         poller: select.poll | None = None
         while pending or unsent:
             progress = done = False
@@ -182,16 +182,16 @@ class Engine:
                     progress |= u.step()
                 unsent = [u for u in unsent if u.buffers]
             if progress:
-                if since:
+                if late is not None:
                     now = perf_counter()
                     waited += now - since
                     late.waited += now - since
-                    since = 0.0
+                    late = None
                 idle, poller = 0, None
                 if done and pending and fold_early:
                     at = self._fold_ready(stage, b, at, bool(unsent))
                 continue
-            if not since:
+            if late is None:
                 since = perf_counter()
                 late = pending[0].pipe if pending else unsent[0].pipe
             idle += 1

@@ -6,9 +6,10 @@ A link never waits. The engine waits, on all links of a round together, by polli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
+Buffer: TypeAlias = Any
+"""Contiguous memory: bytes, bytearray, memoryview, or a numpy array, which typing can't call a buffer before Python 3.12."""
 
 
 class Link(Protocol):

@@ -363,7 +363,7 @@ def _tag(header: Header) -> int:
 
 
 def _bytes(array: Array) -> memoryview:
-    return memoryview(array.view(np.uint8)) if array.size else memoryview(b"")
+    return array.view(np.uint8).data if array.size else memoryview(b"")
 
 
 def _check(work: MessageWork, header: Header, rank: int) -> None:

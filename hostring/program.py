@@ -127,8 +127,8 @@ class Incoming:
 
     def _expect(self, payload: DType) -> None:
         """Lay out where header and payload land, for a payload of dtype `payload`."""
-        nbytes = self.n_elements * payload.itemsize
-        self._size = HEADER_BYTES + nbytes
+        self._size = HEADER_BYTES + self.n_elements * payload.itemsize
+        self._view: memoryview | None = None
         self.side = None
         if payload != self.dtype:
             self._frame, self._at = bytearray(self._size), 0
@@ -138,7 +138,6 @@ class Incoming:
             self._view = memoryview(self._frame)[self._at : self._at + self._size]
         else:  # straight into the caller's memory, the header apart
             self._frame, self._at = bytearray(HEADER_BYTES), 0
-            self._view = None
 
     @property
     def in_one_piece(self) -> bool:
@@ -274,7 +273,7 @@ class Direct:
         self.program, self.headers, self.stage = program, program.headers, stage
         self.sends = [(pipe.link.send, messages[0].header, total, peer, pipe) for peer, pipe, messages in stage.outgoing]
         self.recvs = [i.landing() for i in stage.incoming]
-        self.steps = [(s.fold, s.left.fixed, None if s.right is None else s.right.fixed, s.out.fixed) for s in stage.steps]
+        self.steps: list[tuple[Any, Array | None, Array | None, Array | None]] = [(s.fold, s.left.fixed, None if s.right is None else s.right.fixed, s.out.fixed) for s in stage.steps]
 
     @staticmethod
     def of(program: Program) -> Direct | None:
