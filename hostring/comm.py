@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
 
-from . import bootstrap
-from .control import Control, again
-from .counters import STAGE, Counters
-from .dtypes import BY_NAME, Array, DType, carrier, check_op, wire_dtype
-from .engine import Engine
-from .errors import GroupClosedError, HostringError
-from .p2p import Messenger
-from .planner import Planner
-from .program import Buffers, Direct, Pipe, Program
-from .staging import ADAPTERS, Adapter, adapter_for
+from .caller import NOTHING, Caller
+from .dtypes import BY_NAME, Array, check_op, wire_dtype
+from .errors import HostringError
+from .program import Buffers
+from .staging import ADAPTERS, adapter_for
 from .topologies import TOPOLOGIES, check_order
-from .tuner import Tuner
-from .work import Turns, Work
 
-_NOTHING: Final = np.empty(0, np.uint8)
-_SPINS: Final = 2000  # about 2 ms: longer than a layer's lanes differ, shorter than anyone would mind
 _DECISION_ROUND: Final = 1 << 20  # the rounds of a decision's second half, apart from those of its first
 
 
-class Comm:
+class Comm(Caller):
     """A group of ranks that reduce and exchange arrays, with the same bits on every rank. Made by `hostring.init`.
 
     Every rank calls the same collectives in the same order. A call on two threads is carried out in a defined order;
@@ -40,23 +31,6 @@ class Comm:
         rank: this process's index. world_size: how many there are.
         order: the declared fold order; topology: what was asked for; counters: see `Counters`.
     """
-
-    def __init__(self, group: bootstrap.Group, *, topology: str, order: str, timeout: float) -> None:
-        self.rank, self.world_size = group.rank, group.world_size
-        self.order, self.topology, self.timeout = order, topology, timeout
-        pipes = {peer: Pipe(link) for peer, link in group.data.items()}
-        self.counters = Counters(pipes)
-        self._group = group
-        self._tuner = Tuner(topology, order, group.world_size)
-        self._control = Control(group.rank, group.control)
-        self._engine = Engine(self._control, self.counters, _spins(group))
-        self._planner = Planner(group.rank, group.world_size, self._tuner, order, group.epoch, pipes, self.counters)
-        self._programs = self._planner.programs
-        self._messenger = Messenger(group.rank, group.p2p, self._control, self.counters, group.epoch)
-        self._turns = Turns(f"hostring-{group.name}-{group.rank}")
-        self._seq = 0
-        self._closed: str | None = None
-        self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ reductions
 
@@ -106,13 +80,13 @@ class Comm:
             return self._alone("all_reduce", x)
         if wire is dtype and view is not None:
             program = self._planner.all_reduce(n_elements, wire, op, None)
-            self._run(program, Buffers(view, _NOTHING), timeout, started)
+            self._run(program, Buffers(view, NOTHING), timeout, started)
             if op == "avg":
                 np.divide(view, self.world_size, out=view)
             return x
         data, raw = self._stage(adapter, x, view, wire)
         program = self._planner.all_reduce(n_elements, wire, op, None if raw is None else dtype)
-        self._run(program, Buffers(data, _NOTHING, raw), timeout, started)
+        self._run(program, Buffers(data, NOTHING, raw), timeout, started)
         return self._unstage(adapter, data, x, op)
 
     def reduce(self, x: Any, root: int = 0, op: str = "sum", *, async_op: bool = False, timeout: float | None = None) -> Any:
@@ -134,7 +108,7 @@ class Comm:
         else:
             data, raw = view, None
         program = self._planner.reduction("reduce", data.size, wire, op, None if raw is None else dtype, root)
-        self._run(program, Buffers(data, _NOTHING, raw), timeout, started)
+        self._run(program, Buffers(data, NOTHING, raw), timeout, started)
         if self.rank != root:
             return x
         if data is not view:
@@ -144,7 +118,14 @@ class Comm:
         return x
 
     def reduce_scatter(
-        self, x: Any, op: str = "sum", *, counts: Sequence[int] | None = None, out: Any = None, async_op: bool = False, timeout: float | None = None
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """Fold `x` of all ranks and give rank r part r of the result along the first dimension.
 
@@ -197,10 +178,12 @@ class Comm:
         adapter = adapter_for(x)
         data, view = self._lend(adapter, x)
         program = self._planner.movement("broadcast", data.size, adapter.dtype(x), root)
-        self._run(program, Buffers(data, _NOTHING), timeout, started)
+        self._run(program, Buffers(data, NOTHING), timeout, started)
         return x if view is not None or self.rank == root else self._unstage(adapter, data.view(program.dtype), x, "")
 
-    def all_gather(self, x: Any, *, counts: Sequence[int] | None = None, out: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
+    def all_gather(
+        self, x: Any, *, counts: Sequence[int] | None = None, out: Any = None, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
         """Give `x` of every rank to all.
 
         Args:
@@ -214,7 +197,14 @@ class Comm:
         return self._start("all_gather", lambda: self._move("all_gather", x, sizes, shape, out, timeout), async_op)
 
     def gather(
-        self, x: Any, root: int = 0, *, counts: Sequence[int] | None = None, out: Any = None, async_op: bool = False, timeout: float | None = None
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """Like `all_gather`, but only `root` gets the result; the others get None."""
         self._check_rank(root, "root")
@@ -223,7 +213,14 @@ class Comm:
         return self._start("gather", lambda: self._move("gather", x, (root, sizes), result, out, timeout), async_op)
 
     def scatter(
-        self, x: Any, root: int = 0, *, counts: Sequence[int] | None = None, out: Any = None, async_op: bool = False, timeout: float | None = None
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """Give part r of `x` of `root` along the first dimension to rank r.
 
@@ -244,12 +241,20 @@ class Comm:
             width = math.prod(out.shape) if counts is None else math.prod(out.shape[1:])
             sizes = tuple(width * c for c in (counts if counts is not None else [1] * self.world_size))
             shape = tuple(out.shape)
-        return self._start("scatter", lambda: self._move("scatter", x if self.rank == root else None, (root, sizes), shape, out, timeout, like), async_op)
+        return self._start(
+            "scatter", lambda: self._move("scatter", x if self.rank == root else None, (root, sizes), shape, out, timeout, like), async_op
+        )
 
     def all_to_all(
-        self, x: Any, *, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None, out: Any = None, async_op: bool = False,
+        self,
+        x: Any,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        out: Any = None,
+        async_op: bool = False,
         timeout: float | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Give part q of `x` along the first dimension to rank q, and get one part from each, in the order of ranks.
 
         Args:
@@ -284,7 +289,7 @@ class Comm:
             self._alone("barrier", None)
             return
         program = self._planner.movement("barrier", 0, BY_NAME["uint8"], 0)
-        self._run(program, Buffers(_NOTHING, _NOTHING), timeout, perf_counter())
+        self._run(program, Buffers(NOTHING, NOTHING), timeout, perf_counter())
 
     def decide(self, x: Any, choose: Callable[[Array], Array], root: int = 0, *, timeout: float | None = None) -> Array:
         """One collective in which `root` decides for all: everybody contributes `x`, everybody gets the bytes that `root` chose.
@@ -307,7 +312,13 @@ class Comm:
         flat = x.reshape(-1)
         if self.world_size > 1:
             sizes = (root, (x.size,) * self.world_size)
-            self._run(self._planner.movement("gather", x.size, x.dtype, sizes, "decide"), Buffers(flat, stacked.reshape(-1)), timeout, started, count=False)
+            self._run(
+                self._planner.movement("gather", x.size, x.dtype, sizes, "decide"),
+                Buffers(flat, stacked.reshape(-1)),
+                timeout,
+                started,
+                count=False,
+            )
         else:
             stacked[0] = x
             self._alone("decide", x)
@@ -319,7 +330,7 @@ class Comm:
                 raise self._fail(HostringError(f"decide: root {root} could not choose: {exc!r}", root)) from exc
         if self.world_size > 1:
             program = self._planner.movement("broadcast", x.size, x.dtype, root, "decide", _DECISION_ROUND)
-            self._run(program, Buffers(decision, _NOTHING), timeout, started)
+            self._run(program, Buffers(decision, NOTHING), timeout, started)
         return decision.reshape(x.shape)
 
     # ------------------------------------------------------------------ point to point
@@ -355,7 +366,9 @@ class Comm:
         view = adapter.view(x)
         data = np.empty(math.prod(x.shape), adapter.dtype(x)) if view is None else view
         put_back = None if view is not None else lambda: adapter.from_wire(data, x)
-        work = self._messenger.recv(data, src, tag, self.timeout if timeout is None else timeout, x if view is not None else None, put_back, async_op)
+        work = self._messenger.recv(
+            data, src, tag, self.timeout if timeout is None else timeout, x if view is not None else None, put_back, async_op
+        )
         return work if async_op else self._finish(work)
 
     def _finish(self, work: Any) -> Any:
@@ -393,7 +406,7 @@ class Comm:
         sizes = [int(s[0]) for s in self.all_gather(np.array([len(payload)], np.int64))]
         joined = self.all_gather(np.frombuffer(payload, np.uint8), counts=sizes).tobytes()
         ends = np.cumsum([0, *sizes])
-        return [joined[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        return [joined[a:b] for a, b in pairwise(ends)]
 
     def turn(self, job: Callable[[], Any], *, what: str = "turn", async_op: bool = False) -> Any:
         """Carry out `job`, which calls blocking collectives of this group, as one: no other thread's call comes in between.
@@ -446,7 +459,11 @@ class Comm:
         own = BY_NAME[dtype] if isinstance(dtype, str) else np.dtype(dtype)
         wire, n = wire_dtype(own), self.world_size
         if collective in ("all_reduce", "reduce"):
-            schedule = self._planner.all_reduce_schedule(n_elements, wire.itemsize) if collective == "all_reduce" else self._planner.schedule("reduce", n_elements, root, wire.itemsize)
+            schedule = (
+                self._planner.all_reduce_schedule(n_elements, wire.itemsize)
+                if collective == "all_reduce"
+                else self._planner.schedule("reduce", n_elements, root, wire.itemsize)
+            )
             return schedule.sent_elements(raw=True) * own.itemsize + schedule.sent_elements(raw=False) * wire.itemsize
         even: dict[str, list[tuple[str, Any]]] = {
             "broadcast": [("broadcast", root)],
@@ -454,156 +471,9 @@ class Comm:
             "gather": [("gather", (root, (n_elements,) * n))],
             "decide": [("gather", (root, (n_elements,) * n)), ("broadcast", root)],
         }
-        return own.itemsize * sum(self._planner.schedule(name, n_elements, detail, own.itemsize).sent_elements() for name, detail in even[collective])
-
-    # ------------------------------------------------------------------ shared steps
-
-    def _start(self, what: str, job: Callable[[], Any], async_op: bool) -> Any:
-        return self._turns.submit(job, what) if async_op else self._turns.run(job, what)
-
-    def _run(self, program: Program, b: Buffers, timeout: float | None, started: float, count: bool = True) -> None:
-        """One program under the next sequence number. A program that is not counted shares its number with the next."""
-        if self._closed is not None or self._control.cause is not None:
-            self._alive()
-        staged = perf_counter()
-        try:
-            self._engine.run(program, b, self._seq, self.timeout if timeout is None else timeout, staged)
-        except BaseException as exc:
-            raise self._fail(exc) from exc
-        self.counters.phases[STAGE] += staged - started
-        if count:
-            self._seq += 1
-            self.counters.calls[program.call.collective] += 1
-
-    def _run_direct(self, direct: Direct, data: Array, timeout: float | None, started: float) -> None:
-        """`_run` for the short form."""
-        if self._closed is not None or self._control.cause is not None:
-            self._alive()
-        seq = self._seq
-        try:
-            self._engine.run_direct(direct, data, seq, self.timeout if timeout is None else timeout, started)
-        except BaseException as exc:
-            raise self._fail(exc) from exc
-        self._seq = seq + 1
-        self.counters.calls["all_reduce"] += 1
-
-    def _alive(self) -> None:
-        if self._control.cause is not None:
-            raise again(self._control.cause)
-        if self._closed is not None:
-            raise GroupClosedError(f"rank {self.rank} has {self._closed} this group; make a new one with hostring.init")
-
-    def _alone(self, collective: str, x: Any) -> Any:
-        self._alive()
-        self.counters.calls[collective] += 1
-        return x
-
-    def _fail(self, exc: BaseException) -> BaseException:
-        """Poison the group with the first cause, tell everyone, and return what to raise here."""
-        if self._closed is not None and self._control.cause is None:
-            return GroupClosedError(f"rank {self.rank} has {self._closed} this group while a call was under way")
-        if isinstance(exc, HostringError):
-            cause = self._control.settle(exc)
-        else:
-            cause = HostringError(f"rank {self.rank} left a call by {type(exc).__name__}: {exc}", self.rank)
-        self._control.flood(cause)
-        self._messenger.abort(cause)
-        return again(cause) if isinstance(exc, HostringError) else exc
-
-    def _stage(self, adapter: Adapter, x: Any, view: Array | None, wire: DType) -> tuple[Array, Array | None]:
-        """`x` as a flat wire array in reused memory, and its own bits when they may travel raw."""
-        n_elements = math.prod(x.shape) if view is None else view.size
-        data = self._planner.room(n_elements, wire)
-        adapter.to_wire(x, data)
-        raw = view.view(carrier(view.dtype)) if view is not None and view.dtype != wire else None
-        return data, raw
-
-    def _unstage(self, adapter: Adapter, data: Array, x: Any, op: str) -> Any:
-        before = perf_counter()
-        if op == "avg":
-            np.divide(data, self.world_size, out=data)
-        result = adapter.from_wire(data, x)
-        self.counters.phases[STAGE] += perf_counter() - before
-        return result
-
-    def _lend(self, adapter: Adapter, x: Any) -> tuple[Array, Array | None]:
-        """`x` as a flat host array in its own (carrier) dtype: its own memory when `view` is not None."""
-        view = adapter.view(x)
-        if view is None:
-            data = self._planner.room(math.prod(x.shape), adapter.dtype(x))
-            adapter.to_wire(x, data)
-        else:
-            data = view
-        return data.view(carrier(data.dtype)), view
-
-    def _move(self, collective: str, x: Any, detail: Any, shape: tuple[int, ...] | None, out: Any, timeout: float | None, like: Any = None) -> Any:
-        """Data that moves from `x` into a result of `shape` (None: this rank gets no result), into `out` when it is given."""
-        started = perf_counter()
-        like = x if like is None else like
-        adapter = adapter_for(like)
-        dtype = adapter.dtype(like)
-        data = _NOTHING.view(np.uint8)[:0] if x is None else self._lend(adapter_for(x), x)[0]
-        result = np.empty(0, carrier(dtype))
-        target, flat = None, None
-        if shape is not None:
-            target = out if out is not None else adapter.empty(like, shape)
-            flat = None if target is None else adapter_for(target).view(target)
-            result = (np.empty(math.prod(shape), dtype) if flat is None else flat).view(carrier(dtype))
-            if result.size != math.prod(shape):
-                raise ValueError(f"{collective}: out has {result.size} elements, the result has {math.prod(shape)}")
-        if self.world_size == 1:
-            result[...] = data
-            self._alone(collective, x)
-        else:
-            n_elements = data.size if collective in ("all_gather", "gather") else sum(detail[1]) if collective == "scatter" else 0
-            uneven = collective in ("all_gather", "gather") and len(set(detail if collective == "all_gather" else detail[1])) > 1
-            program = self._planner.movement(collective, 0 if uneven else n_elements, dtype, detail)
-            self._run(program, Buffers(data, result), timeout, started)
-        if shape is None:
-            return None
-        if flat is not None:
-            return target
-        return self._hand_out(adapter, result.view(dtype), like, shape, out)
-
-    def _hand_out(self, adapter: Adapter, result: Array, x: Any, shape: tuple[int, ...], out: Any) -> Any:
-        """A host result as an array like `x`, or in `out`."""
-        if out is None:
-            return adapter.from_wire(result, x, tuple(shape))
-        if math.prod(out.shape) != result.size:
-            raise ValueError(f"out has {math.prod(out.shape)} elements, the result has {result.size}")
-        return adapter_for(out).from_wire(result, out)
-
-    def _gathered(self, x: Any, counts: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        adapter_for(x).dtype(x)
-        n_elements = math.prod(x.shape)
-        if counts is None:
-            return (self.world_size, *x.shape), (n_elements,) * self.world_size
-        width = math.prod(x.shape[1:])
-        if len(counts) != self.world_size or x.shape[0] != counts[self.rank]:
-            raise ValueError(f"counts={list(counts)} must name the rows of each of {self.world_size} ranks; rank {self.rank} brings {x.shape[0]}")
-        return (sum(counts), *x.shape[1:]), tuple(c * width for c in counts)
-
-    def _rows(self, x: Any, counts: Sequence[int] | None) -> list[int]:
-        total = x.shape[0] if len(x.shape) else 0
-        if counts is None:
-            if total % self.world_size or not len(x.shape):
-                raise ValueError(f"{total} rows don't divide evenly over {self.world_size} ranks; say by counts how many each gets")
-            return [total // self.world_size] * self.world_size
-        if len(counts) != self.world_size or sum(counts) != total or min(counts) < 0:
-            raise ValueError(f"counts={list(counts)} must be {self.world_size} numbers that add up to {total} rows")
-        return [int(c) for c in counts]
-
-    def _check(self, x: Any, op: str) -> None:
-        check_op(op, adapter_for(x).dtype(x))
-
-    def _check_rank(self, rank: int, name: str) -> None:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"{name}={rank} is no rank of this group; it has ranks 0 to {self.world_size - 1}")
-
-    def _check_peer(self, rank: int, name: str) -> None:
-        self._check_rank(rank, name)
-        if rank == self.rank:
-            raise ValueError(f"{name}={rank} is this rank itself")
+        return own.itemsize * sum(
+            self._planner.schedule(name, n_elements, detail, own.itemsize).sent_elements() for name, detail in even[collective]
+        )
 
 
 def contract(topology: str, order: str) -> dict[str, Any]:
@@ -615,13 +485,3 @@ def neighbours(topology: str, order: str) -> Callable[[int, int], set[int]]:
     """Between which ranks the topology needs links."""
     check_order(topology, order)
     return TOPOLOGIES["mesh" if topology == "auto" else topology].neighbours
-
-
-def _spins(group: bootstrap.Group) -> int:
-    """Spinning pays while every rank of this host can have a core of its own, and ruins everything when not."""
-    me = group.members[group.rank]
-    here = [m for m in group.members if m is not None and me is not None and m.host_id == me.host_id]
-    cores = {core for m in here for core in m.cores}
-    quota = min((m.cpu_quota for m in here if m.cpu_quota is not None), default=float("inf"))
-    threads = len({m.pid for m in here}) < len(here)  # ranks that share one interpreter take turns anyway
-    return 0 if threads or len(here) > min(len(cores), quota) else _SPINS

@@ -195,7 +195,12 @@ class Control:
 
 def _to_words(cause: HostringError) -> dict[str, Any]:
     kind = type(cause).__name__ if type(cause).__module__ == errors.__name__ else "HostringError"
-    return {"what": "abort", "kind": kind, "message": getattr(cause, "reason", str(cause))[:4000], "rank": -1 if cause.rank is None else cause.rank}
+    return {
+        "what": "abort",
+        "kind": kind,
+        "message": getattr(cause, "reason", str(cause))[:4000],
+        "rank": -1 if cause.rank is None else cause.rank,
+    }
 
 
 def _from_words(body: dict[str, Any], peer: int) -> HostringError:
@@ -211,6 +216,10 @@ def _from_words(body: dict[str, Any], peer: int) -> HostringError:
 
 def again(cause: HostringError) -> HostringError:
     """A fresh exception with the words of `cause`, so that tracebacks don't pile up on one object."""
-    fresh = PeerLostError(cause.rank, cause.reason) if isinstance(cause, PeerLostError) and cause.rank is not None else type(cause)(str(cause), cause.rank)
+    fresh = (
+        PeerLostError(cause.rank, cause.reason)
+        if isinstance(cause, PeerLostError) and cause.rank is not None
+        else type(cause)(str(cause), cause.rank)
+    )
     fresh.__cause__ = cause
     return fresh

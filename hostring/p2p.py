@@ -99,8 +99,15 @@ class Messenger:
         return work
 
     def recv(
-        self, into: Array, src: int | None, tag: int, seconds: float, result: Any, put_back: Callable[[], Any] | None, background: bool = False
-    ) -> MessageWork:  # fmt: skip
+        self,
+        into: Array,
+        src: int | None,
+        tag: int,
+        seconds: float,
+        result: Any,
+        put_back: Callable[[], Any] | None,
+        background: bool = False,
+    ) -> MessageWork:
         """Post a receive into a flat array. It is served at once when its message is already here."""
         if src is not None:
             self._peer(src)
@@ -131,7 +138,7 @@ class Messenger:
         """End everything that is under way with `cause`."""
         with self._mutex:
             self._cause = cause
-            left = [*self._posted, *(w for p in self._peers.values() for _, w in p.outgoing), *(p.work for p in self._peers.values() if p.work)]
+            left = [*self._waiting(), *(p.work for p in self._peers.values() if p.work)]
             self._posted.clear()
             for peer in self._peers.values():
                 peer.outgoing.clear()
@@ -188,6 +195,10 @@ class Messenger:
                     self._thread = None
                     return
 
+    def _waiting(self) -> list[MessageWork]:
+        """Posted receives without a message, and sends that the links have not taken."""
+        return [*self._posted, *(w for p in self._peers.values() for _, w in p.outgoing)]
+
     def _busy(self) -> bool:
         return bool(self._posted or any(p.outgoing or p.work for p in self._peers.values()))
 
@@ -236,7 +247,7 @@ class Messenger:
     def _expire(self) -> None:
         now = perf_counter()
         with self._mutex:
-            late = [w for w in [*self._posted, *(w for p in self._peers.values() for _, w in p.outgoing)] if now > w.deadline]
+            late = [w for w in self._waiting() if now > w.deadline]
         for work in late[:1]:
             waits_for = work.wanted if work.wanted is not None else min(self._peers)
             self._fail(self._control.timed_out(waits_for, work.what, "did not take part", work.seconds))
@@ -244,7 +255,7 @@ class Messenger:
     def _sleep(self, deadline: float | None) -> None:
         poller = select.poll()
         with self._mutex:
-            deadlines = [w.deadline for w in [*self._posted, *(w for p in self._peers.values() for _, w in p.outgoing)]]
+            deadlines = [w.deadline for w in self._waiting()]
             for peer in self._peers.values():
                 if peer.lost is None:
                     poller.register(peer.link.fileno(), peer.link.arm(True, bool(peer.outgoing)))
@@ -306,7 +317,9 @@ class Messenger:
     def _begin(self, rank: int, peer: _Peer) -> None:
         header = decode(peer.head)
         if header is None or header.kind != KIND_MESSAGE or header.payload_dtype >= len(DTYPES):
-            raise ProtocolError(f"rank {rank} sent bytes on its message link that are no hostring frame: {bytes(peer.head[:16]).hex()}…", rank)
+            raise ProtocolError(
+                f"rank {rank} sent bytes on its message link that are no hostring frame: {bytes(peer.head[:16]).hex()}…", rank
+            )
         dtype = DTYPES[header.payload_dtype]
         if header.payload_nbytes != header.n_elements * dtype.itemsize:
             raise ProtocolError(f"rank {rank} sent a message of {header.n_elements} elements in {header.payload_nbytes} bytes", rank)
@@ -371,9 +384,5 @@ def _check(work: MessageWork, header: Header, rank: int) -> None:
     into = work.into
     assert into is not None
     if header.n_elements != into.size or kind_code(DTYPES[header.payload_dtype]) != kind_code(into.dtype):
-        raise CollectiveMismatch(
-            f"{work.what}: rank {rank} sent {header.n_elements} elements of {header.dtype_name()}, this rank expects {into.size} of {NAMES[CODES[into.dtype]]}",
-            rank,
-        )
-
-
+        sent = f"rank {rank} sent {header.n_elements} elements of {header.dtype_name()}"
+        raise CollectiveMismatch(f"{work.what}: {sent}, this rank expects {into.size} of {NAMES[CODES[into.dtype]]}", rank)

@@ -27,7 +27,9 @@ class Planner:
     Scratch is one block, as large as the largest program kept needs; when it grows, the programs over the old block go.
     """
 
-    def __init__(self, rank: int, world_size: int, tuner: Tuner, order: str, epoch: int, pipes: Mapping[int, Pipe], counters: Counters) -> None:
+    def __init__(
+        self, rank: int, world_size: int, tuner: Tuner, order: str, epoch: int, pipes: Mapping[int, Pipe], counters: Counters
+    ) -> None:
         self._place = Place(rank, world_size, tuner.topology.next_hop)
         self._tuner, self._order, self._epoch, self._pipes, self._counters = tuner, order, epoch, pipes, counters
         self.programs: dict[Any, Program] = {}  # all-reduces by (n_elements, wire dtype, op, raw dtype); the others begin with a name
@@ -56,21 +58,29 @@ class Planner:
 
     def reduction(self, collective: str, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: Any) -> Program:
         """A "reduce" to root `detail`, or a "reduce_scatter" into chunks of `detail` elements."""
-        return self._cached((collective, n_elements, dtype, op, raw, detail), lambda: self._reduction(collective, n_elements, dtype, op, raw, detail))
+        return self._cached(
+            (collective, n_elements, dtype, op, raw, detail), lambda: self._reduction(collective, n_elements, dtype, op, raw, detail)
+        )
 
     def _reduction(self, collective: str, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: Any) -> Program:
         schedule = self.schedule(collective, n_elements, detail, dtype.itemsize)
-        call = Call(collective, op, CODES[dtype], self._order, n_elements, _detail(collective, detail), self._tuner.topology.code << 8, self._epoch)
+        call = Call(
+            collective, op, CODES[dtype], self._order, n_elements, _detail(collective, detail), self._tuner.topology.code << 8, self._epoch
+        )
         return self._bind(schedule, call, dtype, raw)
 
-    def movement(self, collective: str, n_elements: int, dtype: DType, detail: Any, name: str | None = None, first_round: int = 0) -> Program:
+    def movement(
+        self, collective: str, n_elements: int, dtype: DType, detail: Any, name: str | None = None, first_round: int = 0
+    ) -> Program:
         """Data that only moves. `detail` is the root, the counts, or both. `name` is what the frames call it."""
         key = (collective, n_elements, dtype, detail, name)
         return self._cached(key, lambda: self._movement(collective, n_elements, dtype, detail, name or collective, first_round))
 
     def _movement(self, collective: str, n_elements: int, dtype: DType, detail: Any, name: str, first_round: int) -> Program:
         schedule = self.schedule(collective, n_elements, detail, dtype.itemsize)
-        call = Call(name, None, kind_code(dtype), self._order, n_elements, _detail(collective, detail), self._tuner.topology.code << 8, self._epoch)
+        call = Call(
+            name, None, kind_code(dtype), self._order, n_elements, _detail(collective, detail), self._tuner.topology.code << 8, self._epoch
+        )
         return self._bind(schedule, call, dtype, None, first_round)
 
     def schedule(self, collective: str, n_elements: int, detail: Any, itemsize: int) -> Schedule:
@@ -130,4 +140,3 @@ def _detail(collective: str, detail: Any) -> int:
     if isinstance(detail, tuple) and detail and isinstance(detail[0], int) and collective in ("gather", "scatter"):
         return detail[0]
     return zlib.crc32(repr(detail).encode())
-

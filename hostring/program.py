@@ -106,8 +106,8 @@ class Incoming:
     """
 
     __slots__ = (
-        "_at", "_checked", "_frame", "_got", "_home", "_size", "_target", "_view", "before", "done", "dtype", "header", "n_elements", "peer", "pipe", "program",
-        "side", "spot",
+        "_at", "_checked", "_frame", "_got", "_home", "_size", "_target", "_view", "before", "done", "dtype", "header", "n_elements",
+        "peer", "pipe", "program", "side", "spot",
     )  # fmt: skip
 
     def __init__(self, program: Program, peer: int, pipe: Pipe, header: bytearray, spot: Spot, home: tuple[bytearray, int] | None) -> None:
@@ -200,7 +200,9 @@ class Incoming:
         payload = DTYPES[theirs.payload_dtype] if theirs.payload_dtype < len(DTYPES) else None
         if payload is None or theirs.payload_nbytes != self.n_elements * payload.itemsize or kind_code(payload) != kind_code(self.dtype):
             mine = NAMES[CODES[self.dtype]]
-            raise CollectiveMismatch(f"rank {self.peer} sent {theirs.describe()}; this rank can't take that as {self.n_elements} of {mine}", self.peer)
+            raise CollectiveMismatch(
+                f"rank {self.peer} sent {theirs.describe()}; this rank can't take that as {self.n_elements} of {mine}", self.peer
+            )
         self.program.direct = None  # it goes through a side buffer from now on
         received = start + self._payload_so_far()
         self.header = self.program.own_header(bytearray(start))
@@ -273,7 +275,9 @@ class Direct:
         self.program, self.headers, self.stage = program, program.headers, stage
         self.sends = [(pipe.link.send, messages[0].header, total, peer, pipe) for peer, pipe, messages in stage.outgoing]
         self.recvs = [i.landing() for i in stage.incoming]
-        self.steps: list[tuple[Any, Array | None, Array | None, Array | None]] = [(s.fold, s.left.fixed, None if s.right is None else s.right.fixed, s.out.fixed) for s in stage.steps]
+        self.steps: list[tuple[Any, Array | None, Array | None, Array | None]] = [
+            (s.fold, s.left.fixed, None if s.right is None else s.right.fixed, s.out.fixed) for s in stage.steps
+        ]
 
     @staticmethod
     def of(program: Program) -> Direct | None:
@@ -284,7 +288,10 @@ class Direct:
         simple = (
             all(len(messages) == 1 and messages[0].spot.whole and not messages[0].is_raw for _, _, messages in stage.outgoing)
             and all(i.in_one_piece and i.before is None for i in stage.incoming)
-            and all(s.fold is not None and all(x is None or x.fixed is not None or (x.whole and not x.is_out) for x in (s.left, s.right, s.out)) for s in stage.steps)
+            and all(
+                s.fold is not None and all(x is None or x.fixed is not None or (x.whole and not x.is_out) for x in (s.left, s.right, s.out))
+                for s in stage.steps
+            )
         )
         return Direct(program, stage) if simple and stage.steps else None
 
@@ -317,7 +324,9 @@ class Program:
             for peer, _, messages in stage.outgoing:
                 row = total.setdefault(peer, [0, 0, 0, 0])
                 row[0] += len(messages)
-                row[1] += sum(_payload_nbytes(m.origin.header if m.origin is not None and m.origin.side is not None else m.header) for m in messages)
+                row[1] += sum(
+                    _payload_nbytes(m.origin.header if m.origin is not None and m.origin.side is not None else m.header) for m in messages
+                )
             for i in stage.incoming:
                 row = total.setdefault(i.peer, [0, 0, 0, 0])
                 row[2] += 1
@@ -345,7 +354,9 @@ class Program:
         if r.buffer in (DATA, OUT):
             length = self._schedule.data if r.buffer == DATA else self._schedule.out
             return Spot(None, r.buffer == OUT, r.start, r.stop, len(r) == length)
-        fixed = np.frombuffer(self._scratch, carrier(self.dtype), len(r), self._homes[r.buffer] + HEADER_BYTES + r.start * self.dtype.itemsize)
+        fixed = np.frombuffer(
+            self._scratch, carrier(self.dtype), len(r), self._homes[r.buffer] + HEADER_BYTES + r.start * self.dtype.itemsize
+        )
         return Spot(fixed, False, r.start, r.stop, False)
 
     def _header(self, k: int, part: int, n_elements: int, raw: bool) -> bytearray:
@@ -403,7 +414,9 @@ class Program:
         elif not lone:
             add(fold.sources, True)
 
-    def _step(self, f: Fold2 | None, left: Range, right: Range | None, out: Range, where: Mapping[Range, int], sends: Sequence[Send]) -> Step:
+    def _step(
+        self, f: Fold2 | None, left: Range, right: Range | None, out: Range, where: Mapping[Range, int], sends: Sequence[Send]
+    ) -> Step:
         read = (left,) if right is None else (left, right)
         needs = tuple(where[r] for r in read if r in where)
         after = any(s.what.buffer == out.buffer and max(s.what.start, out.start) < min(s.what.stop, out.stop) for s in sends)

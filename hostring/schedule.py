@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 from .fold import Expression
@@ -122,8 +123,7 @@ class Builder:
 def split_evenly(n_elements: int, parts: int) -> list[tuple[int, int]]:
     """Boundaries of `parts` consecutive pieces whose lengths differ by at most one. Pieces may be empty."""
     base, extra = divmod(n_elements, parts)
-    starts = [i * base + min(i, extra) for i in range(parts + 1)]
-    return list(zip(starts[:-1], starts[1:], strict=True))
+    return list(pairwise(i * base + min(i, extra) for i in range(parts + 1)))
 
 
 def segments(start: int, stop: int, length: int) -> list[tuple[int, int]]:

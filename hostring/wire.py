@@ -92,7 +92,8 @@ class Header:
             words.append(f"root {self.detail}")
         elif self.detail:
             words.append(f"counts {self.detail:08x}")
-        words.append(f"order {ORDERS[self.order] if self.order < len(ORDERS) else self.order}, schedule {self.schedule}, epoch {self.epoch}")
+        order = ORDERS[self.order] if self.order < len(ORDERS) else self.order
+        words.append(f"order {order}, schedule {self.schedule}, epoch {self.epoch}")
         words.append(f"round {self.round}.{self.part}, payload {self.payload_nbytes} bytes of {self.dtype_name()}")
         return ", ".join(words)
 

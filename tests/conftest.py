@@ -70,7 +70,10 @@ def _process_body(queue: Any, rank: int, world_size: int, fn: Callable[..., Any]
 
 
 def in_processes(world_size: int, fn: Callable[..., Any], *, deadline: float = DEADLINE, **kwargs: Any) -> list[tuple[str, Any]]:
-    """Run a module-level `fn(comm)` as spawned processes. Returns ("ok", result), ("error", text), ("died", code) or ("hung", None) by rank."""
+    """Run a module-level `fn(comm)` as spawned processes.
+
+    Returns ("ok", result), ("error", text), ("died", code) or ("hung", None) by rank.
+    """
     import socket
     import time
 
@@ -80,7 +83,9 @@ def in_processes(world_size: int, fn: Callable[..., Any], *, deadline: float = D
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     kwargs = {"timeout": 30.0, **kwargs}
-    children = [context.Process(target=_process_body, args=(queue, r, world_size, fn, address, kwargs), daemon=True) for r in range(world_size)]
+    children = [
+        context.Process(target=_process_body, args=(queue, r, world_size, fn, address, kwargs), daemon=True) for r in range(world_size)
+    ]
     for child in children:
         child.start()
     outcome: dict[int, tuple[str, Any]] = {}

@@ -55,7 +55,11 @@ TOPOLOGIES: Final[dict[str, Topology]] = {
             2,
             ring.neighbours,
             ring.next_hop,
-            {"relay": Variant(3, ring.relay, ORDERS), "chain": Variant(4, ring.chain, ("rank",)), "rotate": Variant(5, ring.rotate, ("ring",))},
+            {
+                "relay": Variant(3, ring.relay, ORDERS),
+                "chain": Variant(4, ring.chain, ("rank",)),
+                "rotate": Variant(5, ring.rotate, ("ring",)),
+            },
         ),
         Topology("star", 3, star.neighbours, star.next_hop, {"stream": Variant(6, star.stream, ORDERS)}),
         Topology("tree", 4, tree.neighbours, tree.next_hop, {"reduce_broadcast": Variant(7, tree.reduce_broadcast, ("tree",))}),
@@ -78,4 +82,7 @@ def check_order(topology: str, order: str) -> None:
     if not TOPOLOGIES[topology].variants_for(order):
         able = [name for name, t in TOPOLOGIES.items() if t.variants_for(order)]
         held = [o for o in ORDERS if TOPOLOGIES[topology].variants_for(o)]
-        raise ValueError(f"order={order!r} can't be held by topology={topology!r}; use order={' or '.join(map(repr, held))}, or topology {', '.join(able)}")
+        raise ValueError(
+            f"order={order!r} can't be held by topology={topology!r}; "
+            f"use order={' or '.join(map(repr, held))}, or topology {', '.join(able)}"
+        )

@@ -17,7 +17,9 @@ def one_shot(place: Place, n_elements: int, order: str, segment: int) -> Schedul
     """
     build = Builder()
     everyone = range(place.world_size)
-    contribute(place, build, shares_of(n_elements, place.world_size, order, lambda a, b: {r: Range(DATA, a, b) for r in everyone}), order, segment)
+    contribute(
+        place, build, shares_of(n_elements, place.world_size, order, lambda a, b: {r: Range(DATA, a, b) for r in everyone}), order, segment
+    )
     return build.schedule(n_elements)
 
 
@@ -76,7 +78,8 @@ def all_gather(place: Place, counts: Sequence[int], segment: int) -> Schedule:
     build = Builder()
     places = offsets(counts)
     transfers = [
-        Transfer(r, Range(DATA, 0, counts[r]), {q: Range(OUT, *places[r]) for q in range(place.world_size)}) for r in range(place.world_size)
+        Transfer(r, Range(DATA, 0, counts[r]), {q: Range(OUT, *places[r]) for q in range(place.world_size)})
+        for r in range(place.world_size)
     ]
     move(place, build, transfers, segment)
     return build.schedule(counts[place.rank], sum(counts))

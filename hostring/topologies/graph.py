@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 from ..fold import expression
@@ -74,7 +75,7 @@ def _spanning_tree(place: Place, transfer: Transfer) -> tuple[dict[int, int], di
     children: dict[int, list[int]] = {}
     for dst in transfer.into:
         path = place.path(transfer.src, dst)
-        for hops, (parent, child) in enumerate(zip(path[:-1], path[1:], strict=True)):
+        for hops, (parent, child) in enumerate(pairwise(path)):
             if child not in depth:
                 depth[child] = hops + 1
                 children.setdefault(parent, []).append(child)
