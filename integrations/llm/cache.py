@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,18 +10,26 @@ from torch import Tensor
 from hostring.integrations.llm.config import ModelConfig
 
 
-@dataclass(frozen=True)
-class KVSlot:
-    """Where one layer writes the new positions of this step, and what it reads."""
+class KVSlot(NamedTuple):
+    """Where one layer writes the new positions of this step, and what it reads.
+
+    Attributes:
+        start: position of the first new one.
+        fresh: to be written, shape (batch, 2 kv_heads, new positions, head_dim), keys before values.
+        row: the same memory without batch and positions, shape (2 kv_heads, head_dim), where both are 1.
+        keys: everything so far with the new ones, shape (batch, kv_heads, start + new positions, head_dim).
+        values: same shape.
+    """
 
     start: int
-    fresh: Tensor  # (2, batch, kv_heads, new positions, head_dim)
-    keys: Tensor  # (batch, kv_heads, start + new positions, head_dim)
-    values: Tensor  # same shape
+    fresh: Tensor
+    row: Tensor
+    keys: Tensor
+    values: Tensor
 
     def write(self, kv: Tensor) -> None:
-        """Store new keys and values. kv: (batch, new positions, 2, kv_heads, head_dim)."""
-        self.fresh.copy_(kv.permute(2, 0, 3, 1, 4))
+        """Store new keys and values. kv: (batch, new positions, 2 kv_heads, head_dim)."""
+        self.fresh.copy_(kv.transpose(1, 2))
 
 
 class KVCache:
@@ -34,7 +42,8 @@ class KVCache:
 
     def __init__(self, config: ModelConfig, batch: int = 1, max_seq: int | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.max_seq = config.max_position_embeddings if max_seq is None else max_seq
-        shape = (config.num_hidden_layers, 2, batch, config.num_key_value_heads, self.max_seq, config.head_dim)
+        self.batch = batch
+        shape = (config.num_hidden_layers, batch, 2 * config.num_key_value_heads, self.max_seq, config.head_dim)
         self._kv = torch.zeros(shape, dtype=dtype)
         self.nbytes = self._kv.nbytes
         self.length = 0
@@ -49,9 +58,10 @@ class KVCache:
         if stop > self.max_seq:
             raise ValueError(f"KV cache holds {self.max_seq} positions, {start} are taken and {n_positions} more are needed; raise max_seq")
         self.length = stop
-        fresh = self._kv[:, :, :, :, start:stop].unbind(0)
-        seen = self._kv[:, :, :, :, :stop]
-        return [KVSlot(start, *views) for views in zip(fresh, seen[:, 0].unbind(0), seen[:, 1].unbind(0), strict=True)]
+        fresh = self._kv[:, :, :, start:stop]
+        keys, values = self._kv[:, :, :, :stop].chunk(2, 2)
+        views = (fresh.unbind(0), fresh[:, 0, :, 0].unbind(0), keys.unbind(0), values.unbind(0))
+        return [KVSlot(start, *layer) for layer in zip(*views, strict=True)]
 
     def clear(self) -> None:
         """Forget every position; the memory stays."""

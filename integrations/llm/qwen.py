@@ -135,9 +135,10 @@ class Attention(nn.Module):
         if dtype != torch.float32:
             rotated = rotated.to(dtype)
         q = rotated[:, :, : self.heads]  # (batch, seq, heads, head_dim)
-        kv = rotated[:, :, self.heads :].view(batch, seq, 2, self.kv_heads, self.head_dim)  # (batch, seq, 2, kv_heads, head_dim)
+        kv = rotated[:, :, self.heads :]  # (batch, seq, 2 kv_heads, head_dim)
         if slot is None:
-            out = attend(q, kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2), 0)
+            k, v = kv.transpose(1, 2).chunk(2, 1)
+            out = attend(q, k, v, 0)
         else:
             slot.write(kv)
             out = attend(q, slot.keys, slot.values, slot.start)

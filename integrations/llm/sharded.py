@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from hostring import Comm
 from hostring.integrations.llm.cache import KVCache
 from hostring.integrations.llm.config import ModelConfig
 from hostring.integrations.llm.layout import Part, parts_of_rank
+from hostring.integrations.llm.one_row import OneRow
 from hostring.integrations.llm.qwen import Decoder, Embedding
 from hostring.integrations.llm.shards import ShardPlan
 from hostring.integrations.llm.tensor_parallel import (
@@ -47,6 +48,10 @@ class ShardedModel:
     reducer: HiddenReducer
     max_seq: int
     reductions_per_step: int
+    one_row: OneRow = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.one_row = OneRow(self.decoder)
 
     def new_cache(self, batch: int = 1) -> KVCache:
         """An empty KV cache for the heads that live here.
@@ -58,6 +63,8 @@ class ShardedModel:
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Feed tokens, shape (batch, seq); returns this rank's logits of the last one, shape (batch, local vocabulary), f32."""
+        if tokens.numel() == 1:
+            return self.one_row(tokens, cache)
         logits: Tensor = self.decoder(tokens, cache, last_only=True)
         return logits[:, -1]
 

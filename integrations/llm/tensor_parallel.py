@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hostring import Comm
+from hostring.integrations.llm.one_row import Rows
 from hostring.integrations.llm.qwen import linear
 from hostring.integrations.llm.shards import ShardPlan
 
@@ -25,8 +26,7 @@ from hostring.integrations.llm.shards import ShardPlan
 class HiddenReducer:
     """Adds up the ranks' partial hidden states in f32, and can keep a running hash of the sums.
 
-    A single row always passes through the same buffer, so that the group can prepare its messages once. The result
-    is valid until the next call.
+    Decoding always passes its single row through the same buffer, so that the group prepares its messages once.
     """
 
     def __init__(self, comm: Comm, hidden_size: int, hashed: bool = False) -> None:
@@ -37,11 +37,18 @@ class HiddenReducer:
 
     def __call__(self, partial: Tensor) -> Tensor:
         """Sum over ranks, in place. partial: (..., hidden), f32, contiguous."""
-        array = self._row_array if partial is self.row else partial.numpy()
+        array = partial.numpy()
         self.comm.all_reduce(array)
         if self._sha256 is not None:
             self._sha256.update(array.data)
         return partial
+
+    def reduce_row(self) -> Tensor:
+        """Sum `row` over ranks, in place."""
+        self.comm.all_reduce(self._row_array)
+        if self._sha256 is not None:
+            self._sha256.update(self._row_array.data)
+        return self.row
 
     def restart_hash(self) -> None:
         """Forget what was hashed so far."""
@@ -84,6 +91,15 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)  # (..., local outputs)
 
+    def bind_row(self) -> Rows:
+        """The same for one row, shape (1, inputs), f32, with nothing left to look up."""
+        columns, dtype, bias, mm = self.weight.detach().t(), self.weight.dtype, self.bias, torch.mm
+        if bias is not None:
+            return lambda x: torch.addmm(bias, x.to(dtype), columns)
+        if dtype == torch.float32:
+            return lambda x: mm(x, columns)
+        return lambda x: mm(x.to(dtype), columns)
+
 
 class RowParallelLinear(nn.Module):
     """y = x Wᵀ + b where each rank holds some of the inputs: one partial sum per rank, one reduction.
@@ -108,12 +124,22 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.dtype != torch.float32:
             x = x.to(self.dtype).float()
-        if x.numel() != x.shape[-1]:
-            return self.reducer(F.linear(x, self.weight, self.bias))  # (..., outputs)
-        row = torch.mm(x.view(1, -1), self.weight.t(), out=self.reducer.row)
-        if self.bias is not None:
-            row += self.bias
-        return self.reducer(row).view(*x.shape[:-1], -1)
+        return self.reducer(F.linear(x, self.weight, self.bias))  # (..., outputs)
+
+    def bind_row(self) -> Rows:
+        """The same for one row, shape (1, inputs). The result is the reducer's buffer, valid until the next call."""
+        columns, bias, row, reduce_row, mm = self.weight.detach().t(), self.bias, self.reducer.row, self.reducer.reduce_row, torch.mm
+        exact, dtype = self.dtype == torch.float32, self.dtype
+
+        def apply(x: Tensor) -> Tensor:
+            if not exact:
+                x = x.to(dtype).float()
+            mm(x, columns, out=row)
+            if bias is not None:
+                row.add_(bias)
+            return reduce_row()
+
+        return apply
 
 
 class VocabParallelEmbedding(nn.Module):
