@@ -23,7 +23,7 @@ from typing import Any
 
 from hostring.errors import HandshakeError
 from hostring.member import Member
-from hostring.message import pack, prove, proves, unpack
+from hostring.message import pack, prove, proves, typed, unpack
 
 PROTOCOL = 1
 HELLO_LIMIT = 4096
@@ -151,21 +151,22 @@ def _parse(data: bytes) -> Hello:
     if wire.get("hostring") != PROTOCOL:
         raise _refusal("version", f"it speaks version {_show(wire.get('hostring'))} of the protocol, we speak {PROTOCOL}")
     try:
-        nonce, contract, kind = wire["nonce"], wire["contract"], wire["kind"]
-        if not isinstance(nonce, bytes) or len(nonce) < 16 or not isinstance(contract, dict) or kind not in KINDS:
-            raise ValueError("a field has the wrong type")
+        if len(typed(wire, "nonce", bytes)) < 16:
+            raise ValueError("its nonce is short")
+        if wire.get("kind") not in KINDS:
+            raise ValueError("its kind of link is unknown")
         return Hello(
-            group=bytes(wire["group"]),
-            session=bytes(wire["session"]),
-            epoch=int(wire["epoch"]),
-            world_size=int(wire["world_size"]),
-            rank=int(wire["rank"]),
-            kind=kind,
-            contract=contract,
-            member=Member.from_wire(wire["member"]),
+            group=typed(wire, "group", bytes),
+            session=typed(wire, "session", bytes),
+            epoch=typed(wire, "epoch", int),
+            world_size=typed(wire, "world_size", int),
+            rank=typed(wire, "rank", int),
+            kind=typed(wire, "kind", str),
+            contract=typed(wire, "contract", dict),
+            member=Member.from_wire(wire.get("member")),
         )
-    except (KeyError, TypeError, ValueError, OverflowError) as exc:
-        raise _refusal("junk", f"not a hello: {type(exc).__name__}: {exc}") from exc
+    except ValueError as exc:
+        raise _refusal("junk", f"not a hello: {exc}") from exc
 
 
 def _message(data: bytes) -> dict[str, Any]:

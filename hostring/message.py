@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
+T = TypeVar("T")
 PREFIX = struct.Struct("<I")
 
 
@@ -40,6 +41,21 @@ def unpack(data: bytes) -> Any:
         return msgpack.unpackb(data, raw=False, strict_map_key=False, use_list=True)
     except Exception as exc:  # msgpack raises many kinds: its own, ValueError, UnicodeDecodeError, RecursionError
         raise ValueError(f"not a message of hostring: {type(exc).__name__}: {exc}") from exc
+
+
+def typed(wire: Any, key: Any, kind: type[T]) -> T:
+    """`wire[key]`, which must be a `kind` itself: a conversion could do too much, as `bytes(10**9)` does.
+
+    Raises:
+        ValueError: it isn't, or isn't there.
+    """
+    try:
+        value = wire[key]
+    except (KeyError, IndexError, TypeError):
+        raise ValueError(f"{key!r} is missing") from None
+    if type(value) is not kind:
+        raise ValueError(f"{key!r} is no {kind.__name__}")
+    return value
 
 
 def framed(data: bytes) -> bytes:

@@ -11,7 +11,7 @@ from hostring.addresses import Address, is_loopback
 from hostring.errors import HandshakeError, RendezvousError
 from hostring.handshake import KINDS, PROTOCOL, Hello, compare_contracts
 from hostring.member import Member
-from hostring.message import pack, unpack
+from hostring.message import pack, typed, unpack
 
 PAYLOAD_LIMIT = 1 << 16
 
@@ -41,9 +41,16 @@ class Entry:
             if not isinstance(wire, list) or wire[0] != PROTOCOL:
                 version = repr(wire[0])[:40] if isinstance(wire, list) and wire else "unknown"
                 raise HandshakeError(f"rank {rank} speaks protocol {version}, this rank {PROTOCOL}; install the same hostring", rank)
-            _, own_rank, world_size, nonce, transport, contract, member, trouble = wire
-            return cls(int(own_rank), int(world_size), bytes(nonce), str(transport), dict(contract), Member.from_wire(member), str(trouble))
-        except (ValueError, TypeError, IndexError) as exc:
+            return cls(
+                rank=typed(wire, 1, int),
+                world_size=typed(wire, 2, int),
+                nonce=typed(wire, 3, bytes),
+                transport=typed(wire, 4, str),
+                contract=typed(wire, 5, dict),
+                member=Member.from_wire(typed(wire, 6, dict)),
+                trouble=typed(wire, 7, str),
+            )
+        except (ValueError, IndexError) as exc:
             raise HandshakeError(f"what rank {rank} published can't be read: {exc}", rank) from exc
 
     def check_place(self, rank: int, world_size: int) -> None:

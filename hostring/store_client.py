@@ -12,7 +12,7 @@ from typing import Any
 
 from hostring.addresses import Address, join_address
 from hostring.errors import RendezvousError
-from hostring.message import PREFIX, checked_nbytes, framed, pack, prove, proves, unpack
+from hostring.message import PREFIX, checked_nbytes, framed, pack, prove, proves, typed, unpack
 
 MESSAGE_LIMIT = 1 << 20
 """Bytes of one store message, and so of one value."""
@@ -45,7 +45,7 @@ class _Connection:
         if not isinstance(greeting, dict) or greeting.get("hostring") != "store 1":
             raise ValueError(f"something else answers there: {greeting_bytes[:40]!r}")
         nonce = os.urandom(16)
-        self.server = bytes(greeting["server"])
+        self.server = typed(greeting, "server", bytes)
         self._send([client, nonce, prove(secret, "store client", greeting_bytes, client, nonce)])
         verdict = unpack(self._recv())
         if not isinstance(verdict, list) or len(verdict) != 2 or not verdict[0]:
