@@ -16,6 +16,7 @@ from .counters import STAGE, Counters
 from .dtypes import Array, DType, carrier, check_op
 from .engine import Engine
 from .errors import GroupClosedError, HostringError
+from .fold import divide
 from .p2p import Messenger
 from .planner import Planner
 from .program import Buffers, Direct, Pipe, Program
@@ -64,13 +65,13 @@ class Caller:
             self._seq += 1
             self.counters.calls[program.call.collective] += 1
 
-    def _run_direct(self, direct: Direct, data: Array, timeout: float | None, started: float) -> None:
+    def _run_direct(self, direct: Direct, data: Array, raw: Array | None, timeout: float | None, started: float) -> None:
         """`_run` for the short form."""
         if self._closed is not None or self._control.cause is not None:
             self._alive()
         seq = self._seq
         try:
-            self._engine.run_direct(direct, data, seq, self.timeout if timeout is None else timeout, started)
+            self._engine.run_direct(direct, data, raw, seq, self.timeout if timeout is None else timeout, started)
         except BaseException as exc:
             raise self._fail(exc) from exc
         self._seq = seq + 1
@@ -110,7 +111,7 @@ class Caller:
     def _unstage(self, adapter: Adapter, data: Array, x: Any, op: str) -> Any:
         before = perf_counter()
         if op == "avg":
-            np.divide(data, self.world_size, out=data)
+            divide(data, self.world_size)
         result = adapter.from_wire(data, x)
         self.counters.phases[STAGE] += perf_counter() - before
         return result

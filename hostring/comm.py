@@ -12,8 +12,10 @@ from typing import Any, Final
 import numpy as np
 
 from .caller import NOTHING, Caller
+from .counters import STAGE
 from .dtypes import BY_NAME, Array, check_op, wire_dtype
 from .errors import HostringError
+from .fold import divide
 from .program import Buffers
 from .staging import ADAPTERS, adapter_for
 from .topologies import TOPOLOGIES, check_order
@@ -68,9 +70,9 @@ class Comm(Caller):
         if view is not None:
             program = self._programs.get((view.size, view.dtype, op, None))
             if program is not None and (direct := program.direct) is not None:
-                self._run_direct(direct, view, timeout, started)
+                self._run_direct(direct, view, None, timeout, started)
                 if op == "avg":
-                    np.divide(view, self.world_size, out=view)
+                    divide(view, self.world_size)
                 return x
         dtype = adapter.dtype(x) if view is None else view.dtype
         n_elements = math.prod(x.shape) if view is None else view.size
@@ -82,11 +84,16 @@ class Comm(Caller):
             program = self._planner.all_reduce(n_elements, wire, op, None)
             self._run(program, Buffers(view, NOTHING), timeout, started)
             if op == "avg":
-                np.divide(view, self.world_size, out=view)
+                divide(view, self.world_size)
             return x
         data, raw = self._stage(adapter, x, view, wire)
         program = self._planner.all_reduce(n_elements, wire, op, None if raw is None else dtype)
-        self._run(program, Buffers(data, NOTHING, raw), timeout, started)
+        if (direct := program.direct) is not None:
+            staged = perf_counter()
+            self.counters.phases[STAGE] += staged - started
+            self._run_direct(direct, data, raw, timeout, staged)
+        else:
+            self._run(program, Buffers(data, NOTHING, raw), timeout, started)
         return self._unstage(adapter, data, x, op)
 
     def reduce(self, x: Any, root: int = 0, op: str = "sum", *, async_op: bool = False, timeout: float | None = None) -> Any:
@@ -114,7 +121,7 @@ class Comm(Caller):
         if data is not view:
             return self._unstage(adapter, data, x, op)
         if op == "avg":
-            np.divide(data, self.world_size, out=data)
+            divide(data, self.world_size)
         return x
 
     def reduce_scatter(
@@ -160,7 +167,7 @@ class Comm(Caller):
             program = self._planner.reduction("reduce_scatter", data.size, wire, op, None if raw is None else dtype, counts)
             self._run(program, Buffers(data, result, raw), timeout, started)
         if op == "avg":
-            np.divide(result, self.world_size, out=result)
+            divide(result, self.world_size)
         return self._hand_out(adapter, result, x, (rows[self.rank], *x.shape[1:]), out)
 
     # ------------------------------------------------------------------ data movement

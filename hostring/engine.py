@@ -61,8 +61,11 @@ class Engine:
         self._control, self._seconds = control, counters.phases
         self.spins = spins
 
-    def run_direct(self, direct: Direct, data: Array, seq: int, timeout: float, started: float) -> None:
+    def run_direct(self, direct: Direct, data: Array, raw: Array | None, seq: int, timeout: float, started: float) -> None:
         """`run` for a program in its short form: one exchange with every peer, one fold, `data` in place.
+
+        Args:
+            raw: what is sent instead of `data`: the same numbers in their own 16 bits.
 
         Whatever is not the common case, such as a full pipe, a peer that is late, or an unexpected header, goes on in
         `_exchange` from where it is.
@@ -70,10 +73,11 @@ class Engine:
         for header in direct.headers:
             _set_seq(header, SEQ_OFFSET, seq)
         unsent: list[_Unsent] = []
+        payload = data if raw is None else raw
         for send, header, total, peer, pipe in direct.sends:
-            taken = send((header, data))
+            taken = send((header, payload))
             if taken != total:
-                unsent.append(_Unsent(peer, pipe, [header, data], taken))
+                unsent.append(_Unsent(peer, pipe, [header, payload], taken))
         sent = came = perf_counter()
         for i, view, size, frame, at in direct.recvs:
             pipe = i.pipe
@@ -86,6 +90,8 @@ class Engine:
                 came += self._rest(direct, i, n, Buffers(data, data), unsent, seq, started, timeout)
                 break
         arrived = perf_counter()
+        for cast in direct.casts:
+            cast()
         for fold, left, right, out in direct.steps:
             fold(data if left is None else left, data if right is None else right, data if out is None else out)
         seconds = self._seconds
@@ -93,7 +99,11 @@ class Engine:
         seconds[WAIT] += came - sent
         seconds[TRANSFER] += (sent - started) + (arrived - came)
         seconds[FOLD] += now - arrived
-        direct.program.runs += 1
+        program = direct.program
+        if program.changed:
+            program.end()
+        else:
+            program.runs += 1
 
     def _spin(self, pipe: Pipe, view: memoryview) -> int:
         """Read until something comes, or for as long as spinning is worth while. Returns the number of bytes."""
@@ -117,9 +127,11 @@ class Engine:
         if n:
             at.took(n)
         waited, _ = self._exchange(program, direct.stage, b, [i for i in pending if not i.done], unsent, started, timeout, fold_early=False)
-        for i in pending:
-            if i.side is not None:
-                i.convert(b)
+        if program.changed:  # a cast that is bound to yesterday's dtype must not run
+            direct.casts.clear()
+            for i in incoming:
+                if i.side is not None:
+                    i.convert(b)
         return waited
 
     def run(self, program: Program, b: Buffers, seq: int, timeout: float, started: float) -> None:
@@ -156,7 +168,7 @@ class Engine:
         seconds[FOLD] += folding
         seconds[WAIT] += waiting
         seconds[TRANSFER] += perf_counter() - started - folding - waiting
-        program.runs += 1
+        program.end()
 
     def _exchange(
         self, program: Program, stage: Stage, b: Buffers, pending: list[Incoming], unsent: list[_Unsent], started: float, timeout: float,

@@ -18,23 +18,103 @@ Expression: TypeAlias = "Any"  # T, or a pair of expressions over T
 
 ORDERS: Final = ("rank", "ring", "tree")  # the position is the code on the wire
 
-_UFUNCS: Final[dict[str, np.ufunc]] = {
+_UFUNCS: Final[dict[str, Fold2]] = {
     "sum": np.add,
     "avg": np.add,  # divided once, after the fold
-    "min": np.minimum,  # propagates NaN
-    "max": np.maximum,
     "prod": np.multiply,
     "band": np.bitwise_and,
     "bor": np.bitwise_or,
     "bxor": np.bitwise_xor,
+    "min": lambda left, right, out: np.minimum(left, right, out=out),  # numpy deprecates the position for these two
+    "max": lambda left, right, out: np.maximum(left, right, out=out),
 }
-_BOOL_UFUNCS: Final[dict[str, np.ufunc]] = {"sum": np.logical_or, "max": np.logical_or, "prod": np.logical_and, "min": np.logical_and}
+_BOOL_UFUNCS: Final[dict[str, Fold2]] = {
+    **{op: _UFUNCS[op] for op in ("band", "bor", "bxor")},
+    "sum": np.logical_or,
+    "max": np.logical_or,
+    "prod": np.logical_and,
+    "min": np.logical_and,
+}
 
 
-def fold_function(op: str, dtype: DType) -> Fold2:
-    """The function `f(left, right, out)` that folds two wire arrays of `dtype`. Integers wrap, bool sums are OR."""
-    table = _BOOL_UFUNCS | {k: _UFUNCS[k] for k in ("band", "bor", "bxor")} if dtype == np.bool_ else _UFUNCS
-    return table[op]
+def fold_functions(op: str, dtype: DType) -> tuple[Fold2, Fold2]:
+    """The function `f(left, right, out)` that folds two wire arrays of `dtype`, and the one for the fold that gives a result.
+
+    Integers wrap, bool sums are OR. The bits depend on the operands alone: not on the position in the array, where numpy
+    changes from vector to scalar instructions, nor on the machine. See docs/numerical-contract.md.
+    """
+    if dtype == np.bool_:
+        return _BOOL_UFUNCS[op], _BOOL_UFUNCS[op]
+    if dtype.kind in "iu":
+        return _UFUNCS[op], _UFUNCS[op]
+    special: dict[str, Fold2] = {"min": _minimum, "max": _maximum} if dtype.kind == "f" else {"prod": _complex_product}
+    fold = special.get(op, _UFUNCS[op])
+    return _quiet(fold), _with_plain_nans(fold, dtype)
+
+
+@np.errstate(all="ignore")
+def divide(total: Array, world_size: int) -> None:
+    """The second half of "avg", in place: complex numbers as pairs, since numpy multiplies them by a rounded reciprocal."""
+    parts = total.view(total.real.dtype) if total.dtype.kind == "c" else total
+    np.divide(parts, world_size, out=parts)
+
+
+def _quiet(fold: Fold2) -> Fold2:
+    """`fold`, where overflow is an error to numpy: it says so after the result is written, and inf is the right result."""
+
+    def quiet(left: Array, right: Array, out: Array) -> None:
+        try:  # noqa: SIM105 - `suppress` takes as long as a small fold
+            fold(left, right, out)
+        except (FloatingPointError, RuntimeWarning):
+            pass
+
+    return quiet
+
+
+def _with_plain_nans(fold: Fold2, dtype: DType) -> Fold2:
+    """`fold`, with every NaN of the result made the plain one: which NaN comes out of two depends on the instruction."""
+    part = None if dtype.kind == "f" else np.dtype(f"f{dtype.itemsize // 2}")
+
+    def plain(left: Array, right: Array, out: Array) -> None:
+        try:  # noqa: SIM105 - see `_quiet`
+            fold(left, right, out)
+        except (FloatingPointError, RuntimeWarning):
+            pass
+        flat = out if part is None else out.view(part)
+        if flat.size:
+            largest = flat.item(flat.argmax())  # a NaN counts as the largest; the fastest way to find one
+            if largest != largest:
+                flat[np.isnan(flat)] = np.nan
+
+    return plain
+
+
+@np.errstate(all="ignore")
+def _minimum(left: Array, right: Array, out: Array) -> None:
+    """NaN if either is; -0.0 is below 0.0, which no instruction set agrees on."""
+    bits = f"u{out.itemsize}"
+    equal, both = left == right, left.view(bits) | right.view(bits)
+    np.minimum(left, right, out=out)
+    np.copyto(out.view(bits), both, where=equal)  # equal with other bits: the two zeros
+
+
+@np.errstate(all="ignore")
+def _maximum(left: Array, right: Array, out: Array) -> None:
+    """NaN if either is; 0.0 is above -0.0."""
+    bits = f"u{out.itemsize}"
+    equal, both = left == right, left.view(bits) & right.view(bits)
+    np.maximum(left, right, out=out)
+    np.copyto(out.view(bits), both, where=equal)
+
+
+@np.errstate(all="ignore")
+def _complex_product(left: Array, right: Array, out: Array) -> None:
+    """By real operations, each rounded: numpy's own product fuses some of them, on some machines."""
+    real = left.real * right.real
+    real -= left.imag * right.imag
+    imag = left.real * right.imag
+    imag += left.imag * right.real
+    out.real, out.imag = real, imag
 
 
 def expression(order: str, terms: Sequence[T], start: int = 0) -> Expression:

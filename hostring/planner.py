@@ -10,7 +10,7 @@ import numpy as np
 
 from .counters import Counters
 from .dtypes import CODES, Array, DType, kind_code
-from .fold import fold_function
+from .fold import fold_functions
 from .program import Pipe, Program, scratch_layout
 from .schedule import Schedule
 from .topologies import collectives
@@ -18,6 +18,8 @@ from .topologies.graph import Place
 from .tuner import Tuner
 from .wire import Call
 
+_KEPT_NBYTES: Final = 1 << 26
+_MOST_ROOMS: Final = 64
 _MOST_PROGRAMS: Final = 512  # more shapes than a decode or training loop has; beyond, all are dropped and made again
 
 
@@ -35,15 +37,21 @@ class Planner:
         self.programs: dict[Any, Program] = {}  # all-reduces by (n_elements, wire dtype, op, raw dtype); the others begin with a name
         self._scratch = bytearray()
         self._room = np.empty(0, np.uint8)
+        self._rooms: dict[tuple[int, DType], Array] = {}  # the same array object for the same size: adapters remember it
 
     def room(self, n_elements: int, dtype: DType) -> Array:
         """Host memory to stage `n_elements` of `dtype` in: reused by the next call, grown when it must be."""
+        known = self._rooms.get((n_elements, dtype))
+        if known is not None:
+            return known
         nbytes = n_elements * dtype.itemsize
-        if nbytes > self._room.nbytes:
+        too_small, far_too_large = nbytes > self._room.nbytes, self._room.nbytes > max(4 * nbytes, _KEPT_NBYTES)
+        if too_small or far_too_large:  # one huge call must not hold its memory for ever
             self._room = np.empty(nbytes, np.uint8)
-        elif self._room.nbytes > max(4 * nbytes, 1 << 26):
-            self._room = np.empty(nbytes, np.uint8)  # one huge call must not hold its memory for ever
-        return self._room[:nbytes].view(dtype)
+        if too_small or far_too_large or len(self._rooms) >= _MOST_ROOMS:
+            self._rooms.clear()
+        room = self._rooms[n_elements, dtype] = self._room[:nbytes].view(dtype)
+        return room
 
     def all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None) -> Program:
         """`dtype` is the wire dtype; `raw` that of contributions which travel in their own bits, or None."""
@@ -124,8 +132,8 @@ class Planner:
         if needed > len(self._scratch):
             self._drop()
             self._scratch = bytearray(needed)
-        fold = None if call.op is None else fold_function(call.op, dtype)
-        return Program(schedule, call, dtype, fold, self._pipes, self._scratch, raw, first_round)
+        folds = None if call.op is None else fold_functions(call.op, dtype)
+        return Program(schedule, call, dtype, folds, self._pipes, self._scratch, raw, first_round)
 
     def _drop(self) -> None:
         self._counters.harvest()

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from .casting import bound_cast, cast
 from .dtypes import CODES, DTYPES, NAMES, Array, DType, carrier, kind_code
 from .errors import CollectiveMismatch, ProtocolError
 from .fold import Expression, Fold2
@@ -141,8 +142,8 @@ class Incoming:
 
     @property
     def in_one_piece(self) -> bool:
-        """Whether header and payload land together in scratch, and the payload needs no conversion."""
-        return self._view is not None and self.side is None
+        """Whether header and payload land together, and the target is scratch."""
+        return self._view is not None and self.spot.fixed is not None
 
     def landing(self) -> tuple[Incoming, memoryview, int, bytearray, int]:
         """(this message, where it lands, its size, the frame and where the header is in it)."""
@@ -203,7 +204,7 @@ class Incoming:
             raise CollectiveMismatch(
                 f"rank {self.peer} sent {theirs.describe()}; this rank can't take that as {self.n_elements} of {mine}", self.peer
             )
-        self.program.direct = None  # it goes through a side buffer from now on
+        self.program.changed = True  # it goes through a side buffer from now on
         received = start + self._payload_so_far()
         self.header = self.program.own_header(bytearray(start))
         self._expect(payload)
@@ -232,8 +233,16 @@ class Incoming:
     def convert(self, b: Buffers) -> None:
         """Bring a payload of another dtype into place, rounding to nearest even where it must."""
         assert self.side is not None
-        payload = np.frombuffer(self.side, self._payload_dtype(), self.n_elements, HEADER_BYTES)
-        np.copyto(self.spot.array(b).view(self.dtype), payload, casting="unsafe")
+        cast(self.spot.array(b).view(self.dtype), self._side_array())
+
+    def _side_array(self) -> Array:
+        assert self.side is not None
+        return np.frombuffer(self.side, self._payload_dtype(), self.n_elements, HEADER_BYTES)
+
+    def bound_convert(self) -> Callable[[], Any] | None:
+        """`convert` for a target in scratch, bound once and for all; None where nothing has to be converted."""
+        assert self.spot.fixed is not None
+        return None if self.side is None else bound_cast(self.spot.fixed, self._side_array())
 
 
 @dataclass
@@ -265,16 +274,19 @@ class Direct:
     Attributes:
         sends: (send, header, bytes to send, peer, pipe).
         recvs: (message, its view, its size, its frame, offset of its header), in the order of ranks.
+        casts: what brings payloads of another dtype into place.
         steps: (fold, left, right, out) in order, where None is the caller's array.
     """
 
-    __slots__ = ("headers", "program", "recvs", "sends", "stage", "steps")
+    __slots__ = ("casts", "headers", "program", "recvs", "sends", "stage", "steps")
 
     def __init__(self, program: Program, stage: Stage) -> None:
-        total = HEADER_BYTES + program.data_nbytes
         self.program, self.headers, self.stage = program, program.headers, stage
-        self.sends = [(pipe.link.send, messages[0].header, total, peer, pipe) for peer, pipe, messages in stage.outgoing]
+        self.sends = [
+            (pipe.link.send, m.header, HEADER_BYTES + _payload_nbytes(m.header), peer, pipe) for peer, pipe, (m,) in stage.outgoing
+        ]
         self.recvs = [i.landing() for i in stage.incoming]
+        self.casts = [c for i in stage.incoming if (c := i.bound_convert()) is not None]
         self.steps: list[tuple[Any, Array | None, Array | None, Array | None]] = [
             (s.fold, s.left.fixed, None if s.right is None else s.right.fixed, s.out.fixed) for s in stage.steps
         ]
@@ -286,7 +298,7 @@ class Direct:
             return None
         stage = program.stages[0]
         simple = (
-            all(len(messages) == 1 and messages[0].spot.whole and not messages[0].is_raw for _, _, messages in stage.outgoing)
+            all(len(messages) == 1 and messages[0].spot.whole for _, _, messages in stage.outgoing)
             and all(i.in_one_piece and i.before is None for i in stage.incoming)
             and all(
                 s.fold is not None and all(x is None or x.fixed is not None or (x.whole and not x.is_out) for x in (s.left, s.right, s.out))
@@ -300,14 +312,14 @@ class Program:
     """See the module. `runs` counts completed runs; what each run moves is in `traffic`, by peer."""
 
     def __init__(
-        self, schedule: Schedule, call: Call, dtype: DType, fold: Fold2 | None, pipes: Mapping[int, Pipe], scratch: bytearray,
+        self, schedule: Schedule, call: Call, dtype: DType, folds: tuple[Fold2, Fold2] | None, pipes: Mapping[int, Pipe],
+        scratch: bytearray,
         raw_dtype: DType | None = None, first_round: int = 0,
     ) -> None:  # fmt: skip
-        self.dtype, self.call, self.fold = dtype, call, fold
+        self.dtype, self.call, self._folds = dtype, call, folds
         self.headers: list[bytearray] = []
         self.runs = 0
         self.seq = 0
-        self.data_nbytes = schedule.data * dtype.itemsize
         self._schedule, self._pipes, self._first_round = schedule, pipes, first_round
         self._raw_dtype = raw_dtype
         self._scratch = scratch
@@ -316,6 +328,14 @@ class Program:
         self._origins: dict[Range, Incoming] = {}
         self.stages = [self._stage(k, r) for k, r in enumerate(schedule.rounds) if r.sends or r.recvs or r.folds]
         self.direct = Direct.of(self)
+        self.changed = False
+
+    def end(self) -> None:
+        """Count a run, and follow a peer that has changed its dtype."""
+        self.runs += 1
+        if self.changed:
+            self.changed = False
+            self.direct = Direct.of(self)
 
     def traffic(self) -> dict[int, tuple[int, int, int, int]]:
         """Per peer: messages and payload bytes sent, messages and payload bytes received in one run."""
@@ -405,7 +425,7 @@ class Program:
                 return node
             left, right = add(node[0], False), add(node[1], False)
             into = fold.into if root else next(r for r in (left, right) if r.buffer not in (DATA, OUT) or r == fold.into)
-            steps.append(self._step(self.fold, left, right, into, where, sends))
+            steps.append(self._step(self._folds and self._folds[root], left, right, into, where, sends))
             return into
 
         lone = isinstance(fold.sources, Range)

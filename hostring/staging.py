@@ -6,12 +6,18 @@ An adapter needs two methods: to the wire, and from the wire. numpy and torch ar
 
 from __future__ import annotations
 
+import ctypes
 import sys
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, Final
 
 import numpy as np
 
-from .dtypes import BY_NAME, Array, DType
+from .casting import register_cast
+from .dtypes import BY_NAME, FLOAT32, Array, DType
+
+_MOST_REMEMBERED: Final = 64
 
 
 class Adapter:
@@ -78,7 +84,11 @@ class TorchAdapter(Adapter):
         torch = sys.modules["torch"]
         self._torch: Any = torch
         self._numpy_of = {getattr(torch, name): dtype for name, dtype in BY_NAME.items() if hasattr(torch, name)}
-        self._bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        self._plain = (torch.Tensor, torch.nn.Parameter)
+        self._over: dict[tuple[int, Any], tuple[Array, Any]] = {}
+        for half in (BY_NAME["float16"], BY_NAME["bfloat16"]):
+            register_cast(half, FLOAT32, self._bind_cast)
+            register_cast(FLOAT32, half, self._bind_cast)
 
     def dtype(self, x: Any) -> DType:
         dtype = self._numpy_of.get(x.dtype)
@@ -87,22 +97,23 @@ class TorchAdapter(Adapter):
         return dtype
 
     def view(self, x: Any) -> Array | None:
-        if not x.is_cpu or not x.is_contiguous() or x.is_conj() or x.is_neg():
+        if not x.is_cpu or not x.is_contiguous() or type(x) not in self._plain or x.is_neg():
             return None
-        dtype = self.dtype(x)
-        plain = x.detach() if x.requires_grad else x
-        if dtype.isbuiltin != 1:
-            plain = plain.reshape(-1).as_strided((plain.numel(),), (1,)).view(self._bits[dtype.itemsize])
-            flat: Array = plain.numpy().view(dtype)
-            return flat
-        flat = plain.numpy()
-        return flat if flat.ndim == 1 else flat.ravel()
+        dtype = self._numpy_of.get(x.dtype)
+        if dtype is None or (dtype.kind == "c" and x.is_conj()):
+            return None
+        n_elements = x.numel()
+        if n_elements == 0:
+            return np.empty(0, dtype)
+        # Several times faster than Tensor.numpy(), which has no bfloat16 either, and refuses tensors that need grad.
+        memory = _block(n_elements * dtype.itemsize).from_address(x.data_ptr())
+        return np.frombuffer(memory, dtype)
 
     def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
         return self._torch.empty(shape, dtype=x.dtype, device=x.device)
 
     def to_wire(self, x: Any, wire: Array) -> None:
-        self._tensor(wire, x.shape).copy_(x.detach())
+        self._tensor(wire, x.shape).copy_(x.detach() if x.requires_grad else x)
 
     def from_wire(self, wire: Array, x: Any, shape: tuple[int, ...] | None = None) -> Any:
         if shape is None:
@@ -113,11 +124,29 @@ class TorchAdapter(Adapter):
         return fresh
 
     def _tensor(self, wire: Array, shape: Any) -> Any:
-        """A host tensor over the memory of `wire`."""
+        """A host tensor over the memory of `wire`, remembered while the array is."""
+        key = (id(wire), shape)
+        known = self._over.get(key)
+        if known is not None and known[0] is wire:
+            return known[1]
+        if len(self._over) >= _MOST_REMEMBERED:
+            self._over.clear()
+        tensor = self._flat(wire).reshape(shape)
+        self._over[key] = (wire, tensor)
+        return tensor
+
+    def _flat(self, wire: Array) -> Any:
         if wire.dtype.isbuiltin == 1:
-            return self._torch.from_numpy(wire).reshape(shape)
-        name = wire.dtype.name
-        return self._torch.from_numpy(wire.view(f"i{wire.itemsize}")).view(getattr(self._torch, name)).reshape(shape)
+            return self._torch.from_numpy(wire)
+        return self._torch.from_numpy(wire.view(f"i{wire.itemsize}")).view(getattr(self._torch, wire.dtype.name))
+
+    def _bind_cast(self, target: Array, source: Array) -> Callable[[], Any]:
+        return partial(self._flat(target).copy_, self._flat(source))
+
+
+@lru_cache(maxsize=256)
+def _block(nbytes: int) -> Any:
+    return ctypes.c_byte * nbytes
 
 
 class DLPackAdapter(Adapter):

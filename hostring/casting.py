@@ -1,0 +1,32 @@
+"""Casting between flat host arrays, rounding to nearest even. numpy does it; a faster library may take a pair over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from .dtypes import Array, DType
+
+Bind: TypeAlias = Callable[[Array, Array], Callable[[], Any]]
+
+_FASTER: Final[dict[tuple[DType, DType], Bind]] = {}
+
+
+def register_cast(source: DType, target: DType, bind: Bind) -> None:
+    """Let `bind(target, source)` make the casts of this pair: it returns a function that does one. The bits must be the same."""
+    _FASTER[source, target] = bind
+
+
+def bound_cast(target: Array, source: Array) -> Callable[[], Any]:
+    """A function that casts the present contents of `source` into `target`, both flat and contiguous, as often as it is called."""
+    bind = _FASTER.get((source.dtype, target.dtype))
+    if bind is not None and source.size:
+        return bind(target, source)
+    return lambda: np.copyto(target, source, casting="unsafe")
+
+
+def cast(target: Array, source: Array) -> None:
+    """Cast once."""
+    bound_cast(target, source)()
