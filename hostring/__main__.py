@@ -1,0 +1,5 @@
+"""`python -m hostring` is `hostring`."""
+
+from hostring.cli import main
+
+main()

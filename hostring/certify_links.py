@@ -1,0 +1,101 @@
+"""The same all-reduces as `certify`, on real links: bits against a fold in numpy that knows nothing of schedules."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from . import bootstrap
+from .certify import NotCertified
+from .comm import Comm, contract, neighbours
+from .config import Config
+from .fold import Expression, expression
+from .schedule import split_evenly
+from .store import MemoryStore
+
+Floats = npt.NDArray[np.float32]
+_DEADLINE = 60.0  # seconds for one group of threads, start-up included
+
+
+def contributions(world_size: int, n_elements: int) -> Floats:
+    """Different rows for different ranks, of magnitudes whose sums depend on the order. Shape (world_size, n_elements)."""
+    random = np.random.default_rng([world_size, n_elements])
+    magnitudes = 10.0 ** random.uniform(-4, 4, (world_size, n_elements))
+    return (random.standard_normal((world_size, n_elements)) * magnitudes).astype(np.float32)
+
+
+def numpy_fold(rows: Floats, order: str) -> Floats:
+    """The declared fold of `rows`, shape (world_size, n_elements), written down with numpy alone. Shape (n_elements,)."""
+    result = np.empty(rows.shape[1], np.float32)
+    for chunk, (a, b) in enumerate(split_evenly(rows.shape[1], len(rows))):
+        result[a:b] = _evaluate(expression(order, [row[a:b] for row in rows], chunk + 1))
+    return result
+
+
+def _evaluate(node: Expression) -> Floats:
+    if isinstance(node, tuple):
+        total: Floats = _evaluate(node[0]) + _evaluate(node[1])
+        return total
+    leaf: Floats = node
+    return leaf
+
+
+def certify_on_links(
+    topology: str, variant: str, order: str, world_size: int, sizes: Sequence[int], segment: int, transport: str = "tcp"
+) -> int:
+    """Run one all-reduce variant on ranks that are threads, over loopback, and compare the bits on every rank.
+
+    Args:
+        sizes: numbers of elements, one all-reduce each.
+        segment: elements of a pipelined piece.
+
+    Returns:
+        the number of results compared: one per rank and size.
+
+    Raises:
+        NotCertified: a rank got other bits, or failed; the message names it.
+    """
+    store = MemoryStore()
+    faults: dict[int, str] = {}
+
+    def body(rank: int) -> None:
+        try:
+            _one_rank(_join(rank, world_size, topology, order, transport, store), variant, sizes, segment)
+        except Exception as exc:
+            faults[rank] = str(exc) if isinstance(exc, NotCertified) else f"{type(exc).__name__}: {exc}"
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"hostring-certify-{rank}", daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for rank, thread in enumerate(threads):
+        thread.join(_DEADLINE)
+        if thread.is_alive():
+            faults.setdefault(rank, f"no result after {_DEADLINE:.0f} s")
+    if faults:
+        rank = min(faults, key=lambda r: ("bits" not in faults[r], r))  # the others only report that it left
+        raise NotCertified(f"{topology}/{variant}, order {order}, {world_size} ranks over {transport}: rank {rank}: {faults[rank]}")
+    return world_size * len(sizes)
+
+
+def _join(rank: int, world_size: int, topology: str, order: str, transport: str, store: MemoryStore) -> Comm:
+    config = Config(rank, world_size, topology=topology, order=order, transport=transport, timeout=_DEADLINE / 2, store=store)
+    group = bootstrap.connect(config, neighbours=neighbours(topology, order), contract=contract(topology, order))
+    return Comm(group, topology=topology, order=order, timeout=config.timeout)
+
+
+def _one_rank(comm: Comm, variant: str, sizes: Sequence[int], segment: int) -> None:
+    with comm:
+        comm._tuner.force(variant, segment)
+        for n_elements in sizes:
+            rows = contributions(comm.world_size, n_elements)
+            got: Floats = comm.all_reduce(rows[comm.rank].copy())
+            want = numpy_fold(rows, comm.order)
+            wrong = np.flatnonzero(got.view(np.uint32) != want.view(np.uint32))
+            if wrong.size:
+                i = int(wrong[0])
+                seen, declared = float(got[i]).hex(), float(want[i]).hex()
+                raise NotCertified(f"other bits in {wrong.size} of {n_elements} elements; element {i} is {seen}, declared is {declared}")
+        comm.barrier()  # nobody leaves while another still folds

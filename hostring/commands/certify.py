@@ -1,0 +1,111 @@
+"""`hostring certify`: which order every schedule folds in, on symbols and on real links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hostring.certify import Certificate
+
+SEGMENT = 8  # short, so that small buffers have several, and the borders between them are tried
+
+
+def add(app: typer.Typer) -> None:
+    app.command()(certify)
+
+
+def sizes(world_size: int) -> list[int]:
+    """Numbers of elements to try: none, fewer than ranks, odd ones, and around the borders of segments and chunks."""
+    borders = (SEGMENT, 2 * SEGMENT, world_size * SEGMENT)
+    return sorted({0, 1, 2, 3, *(border + d for border in borders for d in (-1, 0, 1))})
+
+
+@dataclass
+class Line:
+    """What was shown of one topology, variant and order, over all world sizes.
+
+    Attributes:
+        certificates: by world size, of a buffer that divides evenly and is one segment: they hold the plain costs.
+        elements: proven, on all ranks together. on_links: results compared.
+    """
+
+    topology: str
+    variant: str
+    order: str
+    certificates: list[Certificate] = field(default_factory=list)
+    elements: int = 0
+    on_links: int = 0
+
+    def prove(self, world_size: int) -> None:
+        """On symbols."""
+        from hostring.certify import certify_all_reduce
+
+        whole = world_size * SEGMENT
+        for n_elements, segment in [*((n, SEGMENT) for n in sizes(world_size)), (whole, whole)]:
+            shown = certify_all_reduce(self.topology, self.variant, self.order, world_size, n_elements, segment)
+            self.elements += world_size * n_elements
+        self.certificates.append(shown)
+
+    def compare(self, world_size: int) -> None:
+        """On links."""
+        from hostring.certify_links import certify_on_links
+
+        self.on_links += certify_on_links(self.topology, self.variant, self.order, world_size, sizes(world_size), SEGMENT)
+
+
+def certify(
+    max_ranks: Annotated[int, typer.Option(min=2, help="Try every number of ranks from 2 to this.")] = 8,
+    links: Annotated[bool, typer.Option(help="Run the same on loopback TCP and compare bits.")] = True,
+) -> None:
+    """Prove in which order every all-reduce folds, then compare bits on real links.
+
+    Fails when any element on any rank is folded otherwise than declared.
+    """
+    from rich.console import Console
+    from rich.progress import track
+
+    from hostring.certify import NotCertified, combinations
+
+    lines = [Line(*names) for names in combinations()]
+    steps = [(line.prove, n) for line in lines for n in range(2, max_ranks + 1)]
+    if links:
+        steps += [(line.compare, n) for line in lines for n in range(2, max_ranks + 1)]
+    console = Console()
+    try:
+        for step, world_size in track(steps, "certifying", console=console, transient=True):
+            step(world_size)
+    except NotCertified as exc:
+        console.print(f"NOT CERTIFIED: {exc}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from exc
+    console.print(_table(lines, max_ranks, links))
+    console.print(_summary(lines, max_ranks, links), highlight=False, soft_wrap=True)
+
+
+def _table(lines: list[Line], max_ranks: int, links: bool) -> Table:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    title = f"all_reduce of S bytes on N = 2 to {max_ranks} ranks: rounds, and bytes sent by the rank that sends most"
+    table = Table("topology", "variant", "order", title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    table.add_column(f"rounds\nN=2 N={max_ranks}", justify="right")
+    table.add_column(f"S per rank\nN=2   N={max_ranks}", justify="right")
+    table.add_column("elements\nproven", justify="right")
+    if links:
+        table.add_column("same bits\non links", justify="right")
+    for line in lines:
+        first, last = line.certificates[0], line.certificates[-1]
+        costs = (f"{first.rounds} {last.rounds:3}", f"{first.sent:.2f}  {last.sent:.2f}", f"{line.elements:,}")
+        table.add_row(line.topology, line.variant, line.order, *costs, *([f"{line.on_links:,}"] if links else []))
+    return table
+
+
+def _summary(lines: list[Line], max_ranks: int, links: bool) -> str:
+    proven = f"{len(lines)} combinations of topology, variant and order fold as declared, on every rank, for every N from 2 to {max_ranks}"
+    if not links:
+        return f"certified: {proven}."
+    return f"certified: {proven}; {sum(line.on_links for line in lines)} results over loopback TCP have the bits of the numpy fold."

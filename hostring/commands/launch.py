@@ -1,0 +1,32 @@
+"""`hostring launch`: the ranks of one machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+_HERE = {"allow_interspersed_args": False}  # what comes after the script belongs to the script
+
+
+def add(app: typer.Typer) -> None:
+    app.command(context_settings=_HERE)(launch)
+
+
+def launch(
+    program: Annotated[list[str], typer.Argument(help="A Python script and its arguments.", metavar="SCRIPT ARGS…")],
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks to start.")],
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
+    transport: Annotated[str | None, typer.Option(help="auto, tcp or unix.")] = None,
+    topology: Annotated[str | None, typer.Option(help="auto, mesh, ring, star or tree.")] = None,
+    order: Annotated[str | None, typer.Option(help="Fold order: rank, ring or tree.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for start-up and for each operation.")] = None,
+    prefix: Annotated[bool, typer.Option(help='Put "[rank] " before each line of output.')] = False,
+) -> None:
+    """Start a program as N ranks on this machine, and end with their exit code."""
+    from hostring.launch import launch as start
+
+    chosen = {"TRANSPORT": transport, "TOPOLOGY": topology, "ORDER": order, "TIMEOUT": timeout}
+    env = {f"HOSTRING_{name}": str(value) for name, value in chosen.items() if value is not None}
+    code = start(["-m", *program] if module else program, ranks, env=env, prefix_output=prefix)
+    raise typer.Exit(code)

@@ -1,0 +1,111 @@
+"""`hostring demo` and `hostring generate`: one model on unlike ranks. The core names the integration only here, when asked."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_LLM = "hostring.integrations.llm"
+
+Model = Annotated[str | None, typer.Option(help="A GGUF file or a Hugging Face directory; the bundled model when not given.")]
+Prompt = Annotated[str | None, typer.Option(help="What to continue, or to answer.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token every time.")]
+TopK = Annotated[int, typer.Option(min=0, help="Choose among this many of the most likely tokens; 0 for all.")]
+TopP = Annotated[float, typer.Option(help="Choose among the most likely tokens that together have this probability.")]
+Seed = Annotated[int, typer.Option(help="Of the head rank's random numbers.")]
+TopologyName = Annotated[str, typer.Option(help="auto, mesh, ring, star or tree.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.", dir_okay=False)]
+
+
+def add(app: typer.Typer) -> None:
+    app.command()(demo)
+    app.command()(generate)
+
+
+def demo(
+    ranks: Annotated[int | None, typer.Option(min=1, help="How many rank processes; 2, or as many as --dtypes names.")] = None,
+    dtypes: Annotated[
+        str | None, typer.Option(help="What each rank computes in: float16, bfloat16, float32; one for all, or one per rank.")
+    ] = None,
+    topology: TopologyName = "auto",
+    model: Model = None,
+    prompt: Prompt = None,
+    max_tokens: MaxTokens = 96,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 40,
+    top_p: TopP = 0.95,
+    seed: Seed = 0,
+    json_file: Json = None,
+    controls: Annotated[bool, typer.Option(help="Also run on one rank alone, and with one dtype on all ranks.")] = True,
+    timeout: Annotated[float, typer.Option(help="Seconds for start-up and for each collective.")] = 120.0,
+) -> None:
+    """Run a model on unlike rank processes of this machine, over TCP, and account for every byte.
+
+    By default two ranks, one computing in float16 and one in bfloat16, continue a text with the bundled model.
+    """
+    job = _job(model, ranks, dtypes, prompt, max_tokens, temperature, top_k, top_p, seed, controls)
+    result = _load("demo").demo(job, topology=topology, timeout=timeout)
+    _finish(result, json_file)
+
+
+def generate(
+    dtypes: Annotated[str | None, typer.Option(help="What each rank computes in; one for all, or one per rank.")] = "float32",
+    topology: TopologyName = "auto",
+    model: Model = None,
+    prompt: Prompt = None,
+    max_tokens: MaxTokens = 96,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 40,
+    top_p: TopP = 0.95,
+    seed: Seed = 0,
+    json_file: Json = None,
+    controls: Annotated[bool, typer.Option(help="Also run on one rank alone, and with one dtype on all ranks.")] = False,
+    stats: Annotated[bool, typer.Option(help="Print what it cost after the text.")] = True,
+) -> None:
+    """Do the demo's work as one rank of a group that a launcher started.
+
+    Run it under torchrun, mpirun, srun or `hostring launch -n 2 -m hostring generate`. Only the head rank prints.
+    """
+    import hostring
+
+    with hostring.init(topology=topology) as comm:
+        job = _job(model, comm.world_size, dtypes, prompt, max_tokens, temperature, top_k, top_p, seed, controls)
+        result = _load("demo").generate(job, comm, stats=stats)
+    if result is not None:
+        _finish(result, json_file)
+
+
+def _load(name: str) -> Any:
+    """A module of the llm integration, which the core must not import by itself.
+
+    Raises:
+        ModuleNotFoundError: its requirements are not installed.
+    """
+    try:
+        return importlib.import_module(f"{_LLM}.{name}")
+    except ModuleNotFoundError as exc:
+        raise ModuleNotFoundError(f"no module {exc.name}; this command needs it: pip install 'hostring[llm]'", name=exc.name) from exc
+
+
+def _job(
+    model: str | None, ranks: int | None, dtypes: str | None, prompt: str | None, max_tokens: int,
+    temperature: float, top_k: int, top_p: float, seed: int, controls: bool,
+) -> Any:  # fmt: skip
+    return _load("job").make_job(
+        model=model, ranks=ranks, dtypes=dtypes, prompt=prompt, max_tokens=max_tokens, temperature=temperature,
+        top_k=top_k, top_p=top_p, seed=seed, controls=controls,
+    )  # fmt: skip
+
+
+def _finish(result: dict[str, Any], json_file: Path | None) -> None:
+    """Write the figures, and fail when they show that the run was not what it claims to be."""
+    import json
+
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if result["faults"]:
+        raise typer.Exit(1)

@@ -1,0 +1,166 @@
+"""`hostring demo` starts rank processes and shows what they do; `hostring generate` is one rank of a launched group."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from hostring.integrations.llm.job import Job
+from hostring.integrations.llm.screen import Screen
+from hostring.launch import launch
+
+if TYPE_CHECKING:
+    from hostring import Comm
+
+_TEXT_EVERY = 0.03  # seconds; a message per token would cost the ranks' cores more than the token
+_CHANNEL = "HOSTRING_DEMO_CHANNEL"
+
+
+def demo(job: Job, *, topology: str = "auto", timeout: float = 120.0) -> dict[str, Any]:
+    """Run `job` on rank processes of this machine and show it. Returns the figures.
+
+    Raises:
+        HostringError: a rank failed; what it said is on stderr.
+    """
+    from hostring import HostringError
+
+    key = secrets.token_bytes(32)
+    screen = Screen(job)
+    with Listener(("127.0.0.1", 0), authkey=key, backlog=job.ranks) as listener:
+        board = _Board(listener, screen)
+        port = listener.address[1]
+        env = {
+            _CHANNEL: json.dumps({"port": port, "key": key.hex(), "job": job.to_json()}),
+            "HOSTRING_TOPOLOGY": topology,
+            "HOSTRING_TRANSPORT": "tcp",
+            "HOSTRING_TIMEOUT": str(timeout),
+            "OMP_NUM_THREADS": "1",
+        }
+        with screen:
+            code = launch(["-m", __name__], job.ranks, env=env)
+            result = board.finish()
+    if result is None:
+        raise HostringError(f"the ranks ended with exit code {code} before there was a result; see their messages above")
+    return result
+
+
+def generate(job: Job, comm: Comm, *, stats: bool = True) -> dict[str, Any] | None:
+    """Run `job` as one rank of `comm`. The head rank shows the text as it comes, then the figures, and returns them."""
+    from hostring.integrations.llm.runs import measure
+
+    if comm.rank != 0:
+        return measure(job, comm, lambda kind, value: None)
+    screen = Screen(job, starting=False, summary=stats)
+    with screen:
+        return measure(job, comm, lambda kind, value: screen.handle(0, kind, value))
+
+
+class _Board:
+    """Takes what the ranks say to the screen, in a thread of its own."""
+
+    def __init__(self, listener: Listener, screen: Screen) -> None:
+        self._listener, self._screen = listener, screen
+        self._result: dict[str, Any] | None = None
+        self._lock = threading.Lock()
+        self._readers: list[threading.Thread] = []
+        self._accepting = True
+        threading.Thread(target=self._accept, name="hostring-demo", daemon=True).start()
+
+    def finish(self) -> dict[str, Any] | None:
+        """The result, once all that was sent has been read."""
+        self._accepting = False
+        for reader in self._readers:
+            reader.join(5.0)
+        return self._result
+
+    def _accept(self) -> None:
+        while self._accepting:
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, OSError, EOFError):  # a stranger, or the end
+                continue
+            reader = threading.Thread(target=self._read, args=(connection,), name="hostring-demo-rank", daemon=True)
+            self._readers.append(reader)
+            reader.start()
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            while True:
+                rank, kind, value = json.loads(connection.recv_bytes())
+                with self._lock:
+                    if kind == "result":
+                        self._result = value
+                    self._screen.handle(rank, kind, value)
+        except (EOFError, OSError):
+            connection.close()
+
+
+class _Channel:
+    """One rank's way to the screen. Pieces of text are joined for a moment before they go."""
+
+    def __init__(self, rank: int, port: int, key: bytes) -> None:
+        self._rank = rank
+        self._connection = Client(("127.0.0.1", port), authkey=key)
+        self._pending: list[str] = []
+        self._sent = 0.0
+
+    def tell(self, kind: str, value: Any) -> None:
+        """See `runs.Tell`."""
+        if kind == "text":
+            self._pending.append(value)
+            if monotonic() - self._sent > _TEXT_EVERY:
+                self._flush()
+            return
+        self._flush()
+        self._send(kind, value)
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._send("text", "".join(self._pending))
+            self._pending.clear()
+            self._sent = monotonic()
+
+    def _send(self, kind: str, value: Any) -> None:
+        self._connection.send_bytes(json.dumps([self._rank, kind, value]).encode())
+
+
+def _pin(rank: int, ranks: int) -> None:
+    """Give each rank cores of its own, when there are enough."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // ranks
+    if each:
+        os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
+
+
+def _rank_main() -> None:
+    """What a rank process of the demo runs."""
+    told = json.loads(os.environ.pop(_CHANNEL))
+    job, rank = Job.from_json(told["job"]), int(os.environ["RANK"])
+    channel = _Channel(rank, told["port"], bytes.fromhex(told["key"]))
+    channel.tell("stage", "starting")
+    _pin(rank, job.ranks)
+    import torch
+
+    import hostring
+    from hostring.integrations.llm.runs import measure
+
+    torch.set_num_threads(1)
+    channel.tell("stage", "joining")
+    try:
+        with hostring.init() as comm:
+            measure(job, comm, channel.tell)
+    except (hostring.HostringError, ValueError) as exc:
+        sys.exit(f"hostring: rank {rank}: {exc}")
+
+
+if __name__ == "__main__":
+    _rank_main()

@@ -1,0 +1,160 @@
+"""What people see of a run: who is there, the text as it comes, and what it cost."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from hostring.integrations.llm.job import Job
+
+_NAMES = {"starting": "starting", "joining": "looking for the others", "loading": "loading", "ready": "ready"}
+_FIGURES = (("decode tokens/s", "decode_tokens_per_s", "{:,.1f}"), ("prefill tokens/s", "prefill_tokens_per_s", "{:,.1f}"))
+
+
+class Screen:
+    """Fed with what ranks tell, see `runs.Tell`. Used by one thread at a time.
+
+    Args:
+        job: what runs.
+        starting: show which ranks are there until all are ready.
+        summary: show the figures at the end.
+    """
+
+    def __init__(self, job: Job, *, starting: bool = True, summary: bool = True) -> None:
+        self._job, self._starting, self._summary = job, starting, summary
+        self._console = Console(highlight=False)
+        self._stages = ["missing"] * job.ranks
+        self._status: Status | None = None
+
+    def __enter__(self) -> Screen:
+        if self._starting:
+            self._status = self._console.status(self._who())
+            self._status.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self._stop_status()
+
+    def handle(self, rank: int, kind: str, value: Any) -> None:
+        """One thing that `rank` tells."""
+        if kind == "stage":
+            self._stage(rank, value)
+        elif rank == 0 and kind == "prompt" and value["continued"]:
+            self._write(value["text"])
+        elif rank == 0 and kind == "text":
+            self._write(value)
+        elif rank == 0 and kind == "result":
+            self._stop_status()
+            if self._summary:
+                self._show(value)
+
+    def _stage(self, rank: int, stage: str) -> None:
+        if stage == "controls":
+            if rank == 0:
+                self._write("\n")
+                self._status = self._console.status("the controls: one rank alone, and one dtype on all ranks")
+                self._status.start()
+            return
+        self._stages[rank] = _NAMES[stage]
+        if self._status is None:
+            return
+        self._status.update(self._who())
+        if stage == "ready" and not self._console.is_terminal:
+            self._console.print(f"rank {rank} ({self._job.dtypes[rank]}): ready")
+        if set(self._stages) == {"ready"}:
+            self._stop_status()
+
+    def _who(self) -> str:
+        return ", ".join(f"rank {r} ({d}): {s}" for r, (d, s) in enumerate(zip(self._job.dtypes, self._stages, strict=True)))
+
+    def _stop_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def _write(self, text: str) -> None:
+        self._stop_status()
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def _show(self, result: dict[str, Any]) -> None:
+        if not result["controls"]:
+            self._write("\n")
+        self._console.print(_headline(result), soft_wrap=True)
+        self._console.print(_runs(result))
+        self._console.print(_traffic(result))
+        if any(r["seconds"] for r in result["per_rank"]):
+            self._console.print(_time(result))
+        self._console.print(_hashes(result), soft_wrap=True)
+        if result["statement"]:
+            self._console.print(result["statement"], soft_wrap=True)
+        for fault in result["faults"]:
+            self._console.print(f"INVALID RUN: {fault}", style="bold red", markup=False, soft_wrap=True)
+
+
+def _headline(result: dict[str, Any]) -> str:
+    how = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}, seed {result['seed']}"
+    return (
+        f"\n{result['ranks']} ranks, topology {result['topology']}, order {result['order']}; {result['prompt_tokens']} prompt tokens, "
+        f"{len(result['tokens'])} generated ({how})"
+    )
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(title, no_wrap=True, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _runs(result: dict[str, Any]) -> Table:
+    """The run beside its controls."""
+    columns = [("\nthis run", result)]
+    columns += [(f"rank {c['rank']} alone\n{c['dtype']}", c) for c in result["controls"].get("one_rank", ())]
+    same = result["controls"].get("same_dtype")
+    if same and not same["is_the_run_itself"]:
+        columns.append((f"all ranks\n{same['dtype']}", same))
+    table = _table("\nspeed", *(name for name, _ in columns))
+    for name, key, form in _FIGURES:
+        table.add_row(name, *("-" if run[key] is None else form.format(run[key]) for _, run in columns))
+    table.add_row("time to first token, ms", *(f"{1000 * run['ttft_s']:.1f}" for _, run in columns))
+    if len(columns) > 1:
+        total = len(result["tokens"])
+        table.add_row("same tokens from the start", "", *(f"{run['tokens_in_common']} of {total}" for _, run in columns[1:]))
+    return table
+
+
+def _traffic(result: dict[str, Any]) -> Table:
+    """Counted beside what the schedules say."""
+    table = _table("\nper decoded token", "\ncollectives", "\nexpected", "\nbytes sent", "\nexpected")
+    for r in result["per_rank"]:
+        counted = (r["collectives_per_token"], r["expected_collectives_per_token"], r["bytes_per_token"], r["expected_bytes_per_token"])
+        table.add_row(_rank(r), *("-" if n is None else f"{n:,g}" if n < 1e5 else f"{n:,.0f}" for n in counted))
+    return table
+
+
+def _time(result: dict[str, Any]) -> Table:
+    """Where the decode steps' time went. "compute" is all that is not in a collective."""
+    phases = ("compute", "stage", "wait", "transfer", "fold")
+    steps = max(1, len(result["tokens"]) - 1)
+    table = _table("\nµs per decoded token", *(f"\n{phase}" for phase in phases), "\nwaits most for")
+    for r in result["per_rank"]:
+        peer, seconds = max(r["waited_for"].items(), key=lambda item: item[1], default=(None, 0.0))
+        whom = f"rank {peer} {1e6 * seconds / steps:,.0f}" if seconds > 0 else "-"
+        table.add_row(_rank(r), *(f"{1e6 * r['seconds'].get(phase, 0.0) / steps:,.0f}" for phase in phases), whom)
+    return table
+
+
+def _hashes(result: dict[str, Any]) -> str:
+    lines = [f"{_rank(r):16}  {r['activation_sha256']}" for r in result["per_rank"]]
+    return "\n".join(["\n[bold]sha256 of all reduced activations[/]", *lines, ""])
+
+
+def _rank(report: dict[str, Any]) -> str:
+    return f"rank {report['rank']} {report['dtype']}"
