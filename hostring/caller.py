@@ -21,6 +21,7 @@ from .p2p import Messenger
 from .planner import Planner
 from .program import Buffers, Direct, Pipe, Program
 from .staging import Adapter, adapter_for
+from .trace import Recorder
 from .tuner import Tuner
 from .work import Turns
 
@@ -39,7 +40,8 @@ class Caller:
         self._group = group
         self._tuner = Tuner(topology, order, group.world_size)
         self._control = Control(group.rank, group.control)
-        self._engine = Engine(self._control, self.counters, _spins(group))
+        self.recorder = Recorder(group.name, group.rank, group.world_size)
+        self._engine = Engine(self._control, self.counters, self.recorder, _spins(group))
         self._planner = Planner(group.rank, group.world_size, self._tuner, order, group.epoch, pipes, self.counters)
         self._programs = self._planner.programs
         self._messenger = Messenger(group.rank, group.p2p, self._control, self.counters, group.epoch)
@@ -59,7 +61,7 @@ class Caller:
         try:
             self._engine.run(program, b, self._seq, self.timeout if timeout is None else timeout, staged)
         except BaseException as exc:
-            raise self._fail(exc) from exc
+            raise self._fail(exc, program, staged) from exc
         self.counters.phases[STAGE] += staged - started
         if count:
             self._seq += 1
@@ -73,7 +75,7 @@ class Caller:
         try:
             self._engine.run_direct(direct, data, raw, seq, self.timeout if timeout is None else timeout, started)
         except BaseException as exc:
-            raise self._fail(exc) from exc
+            raise self._fail(exc, direct.program, started) from exc
         self._seq = seq + 1
         self.counters.calls["all_reduce"] += 1
 
@@ -88,7 +90,7 @@ class Caller:
         self.counters.calls[collective] += 1
         return x
 
-    def _fail(self, exc: BaseException) -> BaseException:
+    def _fail(self, exc: BaseException, program: Program | None = None, started: float = 0.0) -> BaseException:
         """Poison the group with the first cause, tell everyone, and return what to raise here."""
         if self._closed is not None and self._control.cause is None:
             return GroupClosedError(f"rank {self.rank} has {self._closed} this group while a call was under way")
@@ -98,6 +100,9 @@ class Caller:
             cause = HostringError(f"rank {self.rank} left a call by {type(exc).__name__}: {exc}", self.rank)
         self._control.flood(cause)
         self._messenger.abort(cause)
+        if program is not None:
+            self.recorder.record((program, self._seq, started, perf_counter(), 0.0, 0.0, -1 if cause.rank is None else cause.rank))
+        self.recorder.dump(str(cause))
         return again(cause) if isinstance(exc, HostringError) else exc
 
     def _stage(self, adapter: Adapter, x: Any, view: Array | None, wire: DType) -> tuple[Array, Array | None]:

@@ -430,6 +430,7 @@ class Comm(Caller):
             self._closed = "closed"
         self._turns.close(self.timeout)
         self._messenger.close()
+        self.recorder.dump()
         self._control.farewell()
         self._group.close()
 

@@ -14,6 +14,7 @@ from .control import Control
 from .counters import FOLD, TRANSFER, WAIT, Counters
 from .dtypes import Array
 from .program import Buffers, Direct, Incoming, Pipe, Program, Stage, Step
+from .trace import Recorder
 from .wire import SEQ, SEQ_OFFSET
 
 _set_seq = SEQ.pack_into
@@ -54,11 +55,14 @@ class Engine:
     Args:
         control: hears aborts and deaths while this rank sleeps, and finds the culprit when a deadline passes.
         counters: where seconds are added.
+        recorder: where every operation leaves a line.
         spins: how often to retry before sleeping in the kernel; 0 where ranks share cores.
     """
 
-    def __init__(self, control: Control, counters: Counters, spins: int) -> None:
+    def __init__(self, control: Control, counters: Counters, recorder: Recorder, spins: int) -> None:
         self._control, self._seconds = control, counters.phases
+        self._record = recorder.record
+        self._late = -1  # whom the present operation waited for last
         self.spins = spins
 
     def run_direct(self, direct: Direct, data: Array, raw: Array | None, seq: int, timeout: float, started: float) -> None:
@@ -78,6 +82,7 @@ class Engine:
             taken = send((header, payload))
             if taken != total:
                 unsent.append(_Unsent(peer, pipe, [header, payload], taken))
+        late = -1
         sent = came = perf_counter()
         for i, view, size, frame, at in direct.recvs:
             pipe = i.pipe
@@ -86,6 +91,7 @@ class Engine:
                 n = self._spin(pipe, view)
                 came = perf_counter()
                 pipe.waited += came - sent
+                late = i.peer
             if n != size or unsent or not frame.startswith(i.header, at):
                 came += self._rest(direct, i, n, Buffers(data, data), unsent, seq, started, timeout)
                 break
@@ -100,6 +106,7 @@ class Engine:
         seconds[TRANSFER] += (sent - started) + (arrived - came)
         seconds[FOLD] += now - arrived
         program = direct.program
+        self._record((program, seq, started, now, came - sent, now - arrived, late))
         if program.changed:
             program.end()
         else:
@@ -145,6 +152,7 @@ class Engine:
             HostringError: see the module of that name. The buffers' contents are unspecified then.
         """
         program.begin(seq)
+        self._late = -1
         folding = waiting = 0.0
         for stage in program.stages:
             unsent: list[_Unsent] = []
@@ -167,7 +175,9 @@ class Engine:
         seconds = self._seconds
         seconds[FOLD] += folding
         seconds[WAIT] += waiting
-        seconds[TRANSFER] += perf_counter() - started - folding - waiting
+        now = perf_counter()
+        seconds[TRANSFER] += now - started - folding - waiting
+        self._record((program, seq, started, now, waiting, folding, self._late))
         program.end()
 
     def _exchange(
@@ -206,6 +216,7 @@ class Engine:
             if late is None:
                 since = perf_counter()
                 late = pending[0].pipe if pending else unsent[0].pipe
+                self._late = pending[0].peer if pending else unsent[0].peer
             idle += 1
             if idle <= self.spins:
                 if not idle & _YIELD_MASK:
