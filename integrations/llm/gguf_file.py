@@ -87,7 +87,7 @@ class GgufCheckpoint:
 
     def _dequantised(self, info: TensorInfo, rows: range, columns: range) -> npt.NDArray[np.float32]:
         block, block_nbytes = GGML_QUANT_SIZES[info.kind]
-        first, last = columns.start // block, -(-columns.stop // block)
+        first, last = columns.start // block, -(-columns.stop // block) if columns else columns.start // block
         raw = self._bytes(info, rows, first * block_nbytes, last * block_nbytes)
         values = np.zeros((len(rows), 0), np.float32) if raw.size == 0 else dequantize(np.ascontiguousarray(raw), info.kind)
         cut: npt.NDArray[np.float32] = values[:, columns.start - first * block : columns.stop - first * block]

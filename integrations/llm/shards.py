@@ -134,7 +134,9 @@ def ffn_column_elements(config: ModelConfig) -> int:
 
 def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
     """Integers that add up to `total`, as close to `shares` as possible; ties go to the lower ranks."""
-    weight = sum(shares) or 1.0
+    if not sum(shares):
+        shares = [1.0] * len(shares)
+    weight = sum(shares)
     exact = [total * s / weight for s in shares]
     counts = [int(e) for e in exact]
     by_remainder = sorted(range(len(shares)), key=lambda r: (counts[r] - exact[r], r))
