@@ -24,7 +24,20 @@ def bound_cast(target: Array, source: Array) -> Callable[[], Any]:
     bind = _FASTER.get((source.dtype, target.dtype))
     if bind is not None and source.size:
         return bind(target, source)
-    return lambda: np.copyto(target, source, casting="unsafe")
+    return lambda: copy(target, source)
+
+
+@np.errstate(all="ignore")
+def copy(target: Array, source: Array) -> None:
+    """Cast once, by numpy, arrays of any shape and stride. What is too large becomes inf, and that is no warning."""
+    np.copyto(target, source, casting="unsafe")
+
+
+def fresh(source: Array, dtype: DType, shape: tuple[int, ...]) -> Array:
+    """A new array of `dtype` and `shape` with the elements of `source`."""
+    target = np.empty(shape, dtype)
+    copy(target, source.reshape(shape))
+    return target
 
 
 def cast(target: Array, source: Array) -> None:

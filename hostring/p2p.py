@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from .casting import cast
 from .control import Control, again
 from .counters import Counters
 from .dtypes import CODES, DTYPES, NAMES, Array, kind_code
@@ -47,7 +48,7 @@ class MessageWork(Work):
         """End a receive: `body` is what came when it did not come straight into place."""
         assert self.into is not None
         if body is not None:
-            np.copyto(self.into, body, casting="unsafe")
+            cast(self.into, body)
         self.src = src
         self.finish(self.put_back() if self.put_back is not None else self.result)
 

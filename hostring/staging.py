@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .casting import register_cast
+from .casting import copy, fresh, register_cast
 from .dtypes import BY_NAME, FLOAT32, Array, DType
 
 _MOST_REMEMBERED: Final = 64
@@ -65,16 +65,16 @@ class NumpyAdapter(Adapter):
         return x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
 
     def to_wire(self, x: Array, wire: Array) -> None:
-        np.copyto(wire.reshape(x.shape), x, casting="unsafe")
+        copy(wire.reshape(x.shape), x)
 
     def from_wire(self, wire: Array, x: Array, shape: tuple[int, ...] | None = None) -> Array:
         if shape is not None:
-            return wire.astype(self.dtype(x), copy=True).reshape(shape)
+            return fresh(wire, self.dtype(x), shape)
         if isinstance(x, np.ndarray) and x.flags.writeable:
-            np.copyto(x, wire.reshape(x.shape), casting="unsafe")
+            copy(x, wire.reshape(x.shape))
             return x
-        fresh = wire.astype(x.dtype, copy=True).reshape(x.shape)
-        return fresh if isinstance(x, np.ndarray) else fresh[()]
+        new = fresh(wire, x.dtype, x.shape)
+        return new if isinstance(x, np.ndarray) else new[()]
 
 
 class TorchAdapter(Adapter):
@@ -119,9 +119,9 @@ class TorchAdapter(Adapter):
         if shape is None:
             x.data.copy_(self._tensor(wire, x.shape))
             return x
-        fresh = self.empty(x, shape)
-        fresh.copy_(self._tensor(wire, shape))
-        return fresh
+        result = self.empty(x, shape)
+        result.copy_(self._tensor(wire, shape))
+        return result
 
     def _tensor(self, wire: Array, shape: Any) -> Any:
         """A host tensor over the memory of `wire`, remembered while the array is."""
@@ -154,12 +154,12 @@ class DLPackAdapter(Adapter):
 
     def to_wire(self, x: Any, wire: Array) -> None:
         host = np.from_dlpack(x)
-        np.copyto(wire.reshape(host.shape), host, casting="unsafe")
+        copy(wire.reshape(host.shape), host)
 
     def from_wire(self, wire: Array, x: Any, shape: tuple[int, ...] | None = None) -> Any:
-        fresh = wire.astype(self.dtype(x), copy=True).reshape(x.shape if shape is None else shape)
+        new = fresh(wire, self.dtype(x), tuple(x.shape) if shape is None else shape)
         namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else sys.modules[type(x).__module__.partition(".")[0]]
-        return namespace.asarray(fresh) if not hasattr(namespace, "from_dlpack") else namespace.from_dlpack(fresh)
+        return namespace.asarray(new) if not hasattr(namespace, "from_dlpack") else namespace.from_dlpack(new)
 
 
 ADAPTERS: dict[type, Adapter] = {np.ndarray: NumpyAdapter()}
