@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from hostring import Comm
-from hostring.tuner import Choice
+from hostring.dtypes import BY_NAME
 
 HELD = {
     ("mesh", "one_shot"): ("rank", "ring", "tree"),
@@ -82,19 +82,34 @@ def rank_distinct(world_size: int, n_elements: int, dtype: Any = np.float32, see
     return rows
 
 
+def host(x: Any) -> np.ndarray:
+    """A numpy array of the same bits as `x`, a numpy array or a CPU tensor."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return np.asarray(x)
+    dtype = BY_NAME[str(x.dtype).removeprefix("torch.")]
+    import torch
+
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+    plain = x.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.view(widths[dtype.itemsize]).numpy().view(dtype).reshape(tuple(x.shape))
+
+
 def bits(x: Any) -> bytes:
     """The bytes of an array in C order."""
-    return np.ascontiguousarray(x).tobytes()
+    return np.ascontiguousarray(host(x)).tobytes()
 
 
-def force(comm: Comm, variant: str, segment: int | None = None) -> None:
-    """Make `comm` use one all-reduce variant for every size, and pieces of `segment` elements. Every rank must do the same."""
-    tuner = comm._tuner
-    chosen = tuner.all_reduce
+def as_library(x: np.ndarray, library: str) -> Any:
+    """A copy of `x` as an array of "numpy" or "torch"."""
+    if library == "numpy":
+        return x.copy()
+    import torch
 
-    def all_reduce(n_elements: int, itemsize: int) -> Choice:
-        return Choice(tuner.topology, variant, chosen(n_elements, itemsize).segment if segment is None else segment)
+    raw = torch.from_numpy(np.ascontiguousarray(x).view(f"u{min(x.itemsize, 8)}").copy())
+    return raw.view(getattr(torch, x.dtype.name)).reshape(x.shape)
 
-    comm._tuner.all_reduce = all_reduce  # type: ignore[method-assign]
-    if segment is not None:
-        comm._tuner.segment = lambda itemsize: segment  # type: ignore[method-assign]
+
+def force(comm: Comm, variant: str, segment: int) -> None:
+    """Make `comm` use one all-reduce variant for every size, and short segments for everything. Every rank must do the same."""
+    comm._tuner.force(variant, segment)
+    comm._tuner.segment = lambda itemsize: segment  # type: ignore[method-assign]
