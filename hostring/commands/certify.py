@@ -87,11 +87,12 @@ def certify(
 
 
 def _table(lines: list[Line], max_ranks: int, links: bool) -> Table:
-    from rich.box import SIMPLE
     from rich.table import Table
 
     title = f"all_reduce of S bytes on N = 2 to {max_ranks} ranks: rounds, and bytes sent by the rank that sends most"
-    table = Table("topology", "variant", "order", title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("\ntopology", "\nvariant", "\norder"):
+        table.add_column(heading, no_wrap=True)
     table.add_column(f"rounds\nN=2 N={max_ranks}", justify="right")
     table.add_column(f"S per rank\nN=2   N={max_ranks}", justify="right")
     table.add_column("elements\nproven", justify="right")

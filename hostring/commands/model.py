@@ -47,6 +47,9 @@ def demo(
 
     By default two ranks, one computing in float16 and one in bfloat16, continue a text with the bundled model.
     """
+    from hostring.topologies import check_order
+
+    check_order(topology, "rank")
     job = _job(model, ranks, dtypes, prompt, max_tokens, temperature, top_k, top_p, seed, controls)
     result = _load("demo").demo(job, topology=topology, timeout=timeout)
     _finish(result, json_file)
