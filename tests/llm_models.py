@@ -45,6 +45,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 def hf_model(family: str, seed: int = 0) -> Any:
     """A random model of `transformers` with weights large enough for logits that differ clearly, biases and norms included."""
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager").eval()
+    model.config.eos_token_id = model.generation_config.eos_token_id = None  # a random model has no end
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

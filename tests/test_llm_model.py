@@ -101,7 +101,7 @@ def test_greedy_generation_is_that_of_transformers(family: str, tmp_path: Path, 
     model = load_model(save(oracle, tmp_path), alone)
     model.tokenizer.eos_ids = frozenset()
     prompt = tokens_of(1, 11)
-    want = oracle.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, min_new_tokens=40, pad_token_id=0)
+    want = oracle.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, pad_token_id=0)
     got = model.generate(prompt[0].tolist(), max_tokens=40)
     assert got.tokens == want[0, 11:].tolist()
     assert got.stop_reason == "length"

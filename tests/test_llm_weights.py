@@ -101,7 +101,7 @@ def test_what_is_no_checkpoint_says_so(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    with pytest.raises(FileNotFoundError, match="has 0 .safetensors files"):
+    with pytest.raises(FileNotFoundError, match=r"has 0 \.safetensors files"):
         SafetensorsCheckpoint(tmp_path)
 
 

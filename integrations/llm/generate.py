@@ -146,9 +146,7 @@ def _share_request(comm: Comm, ids: list[int], sampling: Sampling, max_tokens: i
 class _Run:
     """The state of one generation on one rank."""
 
-    def __init__(
-        self, model: Model, request: _Request, cache: KVCache, on_text: Callable[[str], None] | None, started: float
-    ) -> None:
+    def __init__(self, model: Model, request: _Request, cache: KVCache, on_text: Callable[[str], None] | None, started: float) -> None:
         self.model, self.request, self.cache, self.started = model, request, cache, started
         self.sharded, self.comm = model.sharded, model.comm
         self.on_text = on_text if self.comm.rank == HEAD_RANK else None

@@ -75,7 +75,7 @@ def local_candidates(logits: Tensor, n_candidates: int, first: int) -> npt.NDArr
         worst = torch.topk(logits, count).values[-1]
         chosen = torch.nonzero(~(logits < worst)).view(-1).numpy()
         kept = logits.numpy()[chosen]
-        order = np.argsort(-kept, kind="stable")[:count]
+        order = np.argsort(-np.where(np.isnan(kept), np.inf, kept), kind="stable")[:count]
         values[:count], found[1, :count] = kept[order], first + chosen[order]
     return found
 
@@ -94,13 +94,13 @@ class Sampler:
             stacked: what `local_candidates` gave on every rank, shape (world_size, 2, n_candidates).
 
         Returns:
-            the id, or None when a logit is not a number.
+            the id, or None when the largest logit is not a finite number.
         """
         values, ids = np.ascontiguousarray(stacked[:, 0]).view(np.float32).ravel(), stacked[:, 1].ravel()
-        if np.isnan(values).any() or np.isposinf(values).any():
-            return None
         real = ids >= 0
         values, ids = values[real], ids[real]
+        if not np.isfinite(values.max()):  # NaN counts as the largest
+            return None
         if self.sampling.greedy:
             return int(ids[values.argmax()])  # the first of equals: ranks, and ids within a rank, are in order
         order = np.lexsort((ids, -values))

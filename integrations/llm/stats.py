@@ -45,6 +45,7 @@ class Stats:
         """Plain values for JSON."""
         return asdict(self)
 
+
 @contextmanager
 def measured(stats: Stats, comm: Comm) -> Iterator[None]:
     """Fill in the figures of the decode steps that run inside, all tokens but the first.
