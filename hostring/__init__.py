@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
 
-from . import bootstrap
-from .comm import Comm, contract, neighbours
-from .config import from_environment
-from .errors import (
-    CollectiveMismatch,
-    GroupClosedError,
-    HandshakeError,
-    HostringError,
-    OperationTimeout,
-    PeerLostError,
-    ProtocolError,
-    RendezvousError,
-)
-from .staging import Adapter, register_adapter
-from .work import Work
+from . import torch_hook
+
+if TYPE_CHECKING:
+    from .comm import Comm
+    from .errors import (
+        CollectiveMismatch,
+        GroupClosedError,
+        HandshakeError,
+        HostringError,
+        OperationTimeout,
+        PeerLostError,
+        ProtocolError,
+        RendezvousError,
+    )
+    from .staging import Adapter, register_adapter
+    from .work import Work
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,6 +41,18 @@ __all__ = [
 ]
 
 
+_HOMES = {"Comm": "comm", "Adapter": "staging", "register_adapter": "staging", "Work": "work"}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what is asked for: `import torch` loads this package for the sake of one entry point, and must not pay for the rest."""
+    if name not in __all__:
+        raise AttributeError(f"module 'hostring' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"hostring.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
 def init(
     rank: int | None = None,
     world_size: int | None = None,
@@ -47,6 +62,7 @@ def init(
     transport: str | None = None,
     timeout: float | None = None,
     store: Any = None,
+    rejoin: bool | None = None,
 ) -> Comm:
     """Join the group of ranks that this process was started for.
 
@@ -60,14 +76,22 @@ def init(
         order: rank, ring or tree, the declared fold order, part of the group's contract.
         transport: auto, tcp, unix, or memory for ranks that are threads of one process.
         timeout: seconds for start-up, and for each operation unless it says otherwise. 120 by default.
+        rejoin: come back into a group whose survivors call `rebuild`, as the process that is to be rank `rank`.
+            By default when `HOSTRING_REJOIN=1`.
         store: a rendezvous store to use instead: torch's, or `hostring.rendezvous.MemoryStore` for threads.
 
     Raises:
         ValueError: names that are unknown or don't go together; nothing was opened.
         RendezvousError, HandshakeError: the ranks did not find each other, or don't agree. The message names who.
     """
+    from . import bootstrap
+    from .comm import Comm, contract, neighbours
+    from .config import from_environment
+
     config = from_environment(rank, world_size, topology=topology, order=order, transport=transport, timeout=timeout, store=store)
-    group = bootstrap.connect(
-        config, neighbours=neighbours(config.topology, config.order), contract=contract(config.topology, config.order)
-    )
+    form = bootstrap.rejoin if (os.environ.get("HOSTRING_REJOIN") == "1" if rejoin is None else rejoin) else bootstrap.connect
+    group = form(config, neighbours=neighbours(config.topology, config.order), contract=contract(config.topology, config.order))
     return Comm(group, topology=config.topology, order=config.order, timeout=config.timeout)
+
+
+torch_hook.arrange()

@@ -14,6 +14,7 @@ from typing import Any
 
 from hostring.addresses import Address, any_host, hosts_to_bind, is_loopback, resolve
 from hostring.config import Config, Ring
+from hostring.elastic import Regrouping, Seat
 from hostring.errors import RendezvousError
 from hostring.handshake import KINDS, Hello
 from hostring.hosting import open_store
@@ -54,6 +55,7 @@ class Group:
         members: by rank; None for a rank that this one knows nothing of.
         store: shared with all ranks, where there is one.
         hosts: addresses of this host at which the others can reach it, best first.
+        generation: how often a rebuilding was tried.
     """
 
     rank: int
@@ -67,6 +69,7 @@ class Group:
     members: list[Member | None] = field(default_factory=list)
     store: Store | None = None
     hosts: list[str] = field(default_factory=list)
+    generation: int = 0
     _config: Config = field(default_factory=Config, repr=False)
     _leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
@@ -108,6 +111,24 @@ class Group:
             ring=None,
         )
         return connect(config, neighbours=neighbours, contract=contract, exchange=exchange, hosts=self.hosts)
+
+    def reform(
+        self, survivors: Callable[[], int], *, min_ranks: int, timeout: float, neighbours: Neighbours, contract: Mapping[str, Any]
+    ) -> Group:
+        """Form the next generation of this group, with whoever is left and whoever came back. This one's links are closed.
+
+        Args:
+            survivors: how many other ranks of this group are known to be alive.
+            min_ranks, timeout, neighbours, contract: as in `Comm.rebuild` and `connect`.
+        """
+        if self.store is None:
+            raise ValueError("this group has no store through which ranks could find each other again; rebuild the group that it was split from")
+        regrouping = Regrouping(self.store, self.name, self.rank, min_ranks, survivors, time.monotonic() + timeout)
+        self.generation += 1  # a second try must not find what a failed one left in the store
+        seat = regrouping.survive(self.generation)
+        for link in self.links:
+            link.close()
+        return _seated(self._config, self.store, seat, self._leave.pop_all(), neighbours, contract)
 
     def abort(self) -> None:
         """End all links now. Descriptors are given up by `close`, which must still be called."""
@@ -159,6 +180,33 @@ def connect(
             group = forming.alone(exchange)
         undo.pop_all()
         return group
+
+
+def rejoin(config: Config, *, neighbours: Neighbours, contract: Mapping[str, Any]) -> Group:
+    """Come back into a group whose survivors rebuild it. `config` is that of a first start; its rank is the one asked for.
+
+    Raises:
+        RendezvousError: nobody rebuilt the group within `config.timeout`.
+    """
+    deadline = time.monotonic() + config.timeout
+    with contextlib.ExitStack() as undo:
+        store, leave = open_store(config, deadline, Progress(config.rank, deadline))
+        undo.callback(leave)
+        seat = Regrouping(store, config.name, config.rank, 1, lambda: 0, deadline).come_back()
+        return _seated(config, store, seat, undo.pop_all(), neighbours, contract)
+
+
+def _seated(
+    config: Config, store: Store, seat: Seat, leave: contextlib.ExitStack, neighbours: Neighbours, contract: Mapping[str, Any]
+) -> Group:
+    """Connect as `seat` says. What gives up the store belongs to the new group."""
+    with leave:
+        first = config.restarts.partition("+")[0]
+        again = replace(config, rank=seat.rank, world_size=seat.world_size, store=store, restarts=f"{first}+{seat.generation}")
+        group = connect(again, neighbours=neighbours, contract=contract)
+        group.store, group.generation, group._config = store, seat.generation, again
+        group._leave.callback(leave.pop_all().close)
+    return group
 
 
 class _Forming:

@@ -47,7 +47,8 @@ class Caller:
         self._messenger = Messenger(group.rank, group.p2p, self._control, self.counters, group.epoch)
         self._turns = Turns(f"hostring-{group.name}-{group.rank}")
         self._seq = 0
-        self._closed: str | None = None
+        self._closed: str | None = None  # why no call is accepted any more
+        self._released = False  # whether links and store are given up
         self._lock = threading.Lock()
 
     def _start(self, what: str, job: Callable[[], Any], async_op: bool) -> Any:

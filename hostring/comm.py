@@ -422,12 +422,43 @@ class Comm(Caller):
         """
         return self._start(what, job, async_op)
 
+    def rebuild(self, min_ranks: int = 1, *, timeout: float | None = None) -> Comm:
+        """After a failure: make the group whole again, with the survivors and with processes that came back.
+
+        Every survivor calls it; a process that comes back calls `hostring.init(rejoin=True)`. All known survivors are
+        waited for, and as many more as it takes to be `min_ranks`. Ranks are ordered by the number they held or ask for,
+        then by arrival, and numbered without gaps: a process that comes back as rank k stands where rank k stood.
+        Frames of the old group can't be mistaken for the new one's: it has links and an epoch of its own.
+
+        Returns:
+            The new group. This one is closed.
+
+        Raises:
+            RendezvousError: too few ranks came within `timeout` (the group's own when None). It may be called again.
+            ValueError: the group has no store: it was split from another, or started by `RING_CONFIG`.
+        """
+        with self._lock:
+            self._closed = self._closed or "rebuilt"
+        if self._control.cause is None:
+            self._control.flood(HostringError(f"rank {self.rank} rebuilds the group", self.rank))
+        self._messenger.close(0.0)
+        self._turns.close(1.0)
+        group = self._group.reform(
+            self._control.alive,
+            min_ranks=min_ranks,
+            timeout=self.timeout if timeout is None else timeout,
+            neighbours=neighbours(self.topology, self.order),
+            contract=contract(self.topology, self.order),
+        )
+        self._released = True
+        return Comm(group, topology=self.topology, order=self.order, timeout=self.timeout)
+
     def close(self) -> None:
         """Work off what was accepted, say goodbye, and close all links. Idempotent. Other ranks that still wait for this one fail."""
         with self._lock:
-            if self._closed is not None:
+            if self._released:
                 return
-            self._closed = "closed"
+            self._closed, self._released = self._closed or "closed", True
         self._turns.close(self.timeout)
         self._messenger.close()
         self.recorder.dump()
@@ -437,9 +468,9 @@ class Comm(Caller):
     def abort(self, reason: str = "aborted by the user") -> None:
         """End the group now, on every rank: calls under way and later ones raise `reason`. May be called from any thread."""
         with self._lock:
-            if self._closed is not None:
+            if self._released:
                 return
-            self._closed = f"aborted: {reason}"
+            self._closed, self._released = f"aborted: {reason}", True
         self._control.flood(HostringError(f"rank {self.rank} aborted the group: {reason}", self.rank))
         for link in self._group.data.values():
             link.abort()

@@ -72,6 +72,11 @@ class Control:
                 if state.gone is not None and not state.farewell:
                     raise PeerLostError(peer, state.gone)
 
+    def alive(self) -> int:
+        """How many other ranks have not gone, as far as this one can see now."""
+        self._listen(0)
+        return sum(p.gone is None and not p.farewell for p in self._peers.values())
+
     def patience(self) -> float:
         """Seconds to sleep at most before `hear` should judge: short when a rank has died."""
         return GRACE_SECONDS if any(p.gone is not None and not p.farewell for p in self._peers.values()) else 1.0
