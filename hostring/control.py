@@ -186,7 +186,7 @@ class Control:
             return again(self.cause)
         behind = "" if culprit == waits_for else f" (rank {waits_for} itself waits for rank {culprit})"
         return OperationTimeout(
-            f"{what}: rank {waits_for} {progress} in {seconds:.1f} s{behind}; raise timeout= if rank {culprit} is only slow", culprit
+            f"{what}: rank {waits_for} {progress} in {seconds:.1f} s{behind}; raise the timeout if rank {culprit} is only slow", culprit
         )
 
     def close(self) -> None:

@@ -1,0 +1,45 @@
+"""Makes "hostring" a backend name of torch.distributed: `dist.init_process_group("hostring")`.
+
+Loaded at every `import torch` through an entry point, so nothing here imports torch or the rest of hostring before a group
+is made. The process group itself is in `torch_pg`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "privateuseone")
+"""Device types whose tensors can be copied to the host and back. A renamed privateuseone is added when a group is made."""
+
+
+@dataclass
+class Options:
+    """`pg_options` for `init_process_group` and `new_group`: what to choose for this group instead of for all.
+
+    Attributes:
+        topology, order, transport: as in `hostring.init`; None leaves it to the environment.
+    """
+
+    topology: str | None = None
+    order: str | None = None
+    transport: str | None = None
+
+
+def register() -> None:
+    """Tell torch.distributed about the backend. Idempotent; does nothing where torch has no distributed package."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or "HOSTRING" in c10d.Backend._plugins:
+        return
+    defaults = dict(c10d.Backend.default_device_backend_map)
+    c10d.Backend.register_backend("hostring", _create, extended_api=True, devices=list(DEVICES))
+    # registering claims devices that have no default yet; a vendor's own backend, loaded later, must find them free
+    c10d.Backend.default_device_backend_map.clear()
+    c10d.Backend.default_device_backend_map.update(defaults)
+
+
+def _create(where: Any, options: Any) -> Any:
+    from hostring.integrations.torch_pg import create
+
+    return create(where, options)

@@ -1,0 +1,33 @@
+"""How torch gets a process group: c10d calls `create` with a store of the group's own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import hostring
+from hostring.integrations.torch_pg.group import ProcessGroup
+
+
+def create(where: Any, options: Any) -> ProcessGroup:
+    """The creator that is registered with torch.
+
+    Args:
+        where: c10d's description of the group: store, rank, size, timeout.
+        options: `hostring.integrations.torch_backend.Options`, or None.
+    """
+    return connect(where.store, where.group_rank, where.group_size, where.timeout, options)
+
+
+def connect(store: Any, rank: int, world_size: int, timeout: timedelta, options: Any = None) -> ProcessGroup:
+    """Meet the other ranks of a group in `store`, and make links. Collective over the group's ranks."""
+    comm = hostring.init(
+        rank,
+        world_size,
+        topology=getattr(options, "topology", None),
+        order=getattr(options, "order", None),
+        transport=getattr(options, "transport", None),
+        timeout=timeout.total_seconds(),
+        store=store,
+    )
+    return ProcessGroup(comm, store, timeout, connect)

@@ -1,0 +1,58 @@
+"""What torch's option objects say, in hostring's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+PREMUL = "premul"
+OPS = {
+    hash(op): name
+    for op, name in {
+        c10d.ReduceOp.SUM: "sum",
+        c10d.ReduceOp.AVG: "avg",
+        c10d.ReduceOp.PRODUCT: "prod",
+        c10d.ReduceOp.MIN: "min",
+        c10d.ReduceOp.MAX: "max",
+        c10d.ReduceOp.BAND: "band",
+        c10d.ReduceOp.BOR: "bor",
+        c10d.ReduceOp.BXOR: "bxor",
+        c10d.ReduceOp.PREMUL_SUM: PREMUL,
+    }.items()
+}
+"""Names by `hash(opts.reduceOp)`: a third of the cost of comparing operators."""
+
+
+def factor(op: Any) -> Any:
+    """What PREMUL_SUM multiplies contributions by: a number or a tensor."""
+    return op.__getstate__()[1]
+
+
+def given(kind: Any, opts: Any, **by_hand: Any) -> Any:
+    """`opts` itself, or, for callers that use a process group's methods by hand, options of `kind` made from their arguments.
+
+    Args:
+        kind: a class of c10d options.
+        opts: an instance of it; or None, or the first of the arguments that torch's second form of the method takes.
+        by_hand: the arguments by their name in `kind`, in the order of that form. None is left at its default.
+    """
+    if isinstance(opts, (kind, c10d.AllreduceCoalescedOptions)):  # which is no subclass
+        return opts
+    made = kind()
+    if opts is not None:
+        by_hand[next(iter(by_hand))] = opts
+    for name, value in by_hand.items():
+        if value is not None:
+            setattr(made, name, c10d.ReduceOp(value) if name == "reduceOp" and not isinstance(value, c10d.ReduceOp) else value)
+    return made
+
+
+def listed(x: Any) -> Any:
+    """The second form of a method takes one tensor where the first takes a list."""
+    return x if isinstance(x, (list, tuple)) else [x]
+
+
+def listed_twice(x: Any) -> Any:
+    """The same for a list of tensors where the first form takes a list of lists."""
+    return x if not x or isinstance(x[0], (list, tuple)) else [x]

@@ -1,0 +1,160 @@
+"""What asynchronous calls return to torch, and the threads on which its futures are completed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+import hostring
+
+_UNSET = timedelta(0)  # how torch says "no timeout" to a wait
+
+
+def seconds(timeout: timedelta | None) -> float | None:
+    """Torch's timeout as hostring's. What was left unset arrives as None, 0 or -1 ms: the group's own then."""
+    if timeout is None or timeout <= _UNSET:
+        return None
+    return timeout.total_seconds()
+
+
+class CommWork(c10d.Work):
+    """A call that was made. Without `work` it is done.
+
+    Args:
+        outputs: the tensors it writes, the value of its future.
+        work: hostring's handle of it.
+    """
+
+    def __init__(self, outputs: Any, work: hostring.Work | AllOf | None = None) -> None:
+        super().__init__()
+        self._outputs, self._work = outputs, work
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta = _UNSET) -> bool:
+        """Wait for the end; raise what the call raised, with its type kept."""
+        if self._work is not None:
+            self._work.wait(seconds(timeout))
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return None if self._work is None else self._work.exception()
+
+    def result(self) -> Any:
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """The rank that a receive was served by."""
+        return getattr(self._work, "src", None) or 0
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future whose value is the list of output tensors."""
+        if self._future is None:
+            self._future = self._then(self._value)
+        future: torch.futures.Future[Any] = self._future
+        return future
+
+    def get_future_result(self) -> torch.futures.Future[Any]:
+        """A future of how it ended, as a `WorkResult`, which never raises."""
+        results: Any = c10d.WorkResult  # type: ignore[attr-defined,unused-ignore]
+        future: torch.futures.Future[Any] = self._then(lambda: int(results.SUCCESS if self.exception() is None else results.COMM_ERROR))
+        return future
+
+    def _value(self) -> Any:
+        error = self.exception()
+        if error is not None:
+            raise error
+        return self._outputs
+
+    def _then(self, value: Callable[[], Any]) -> Any:
+        # `set_exception` would make torch's C++ side read the exception as the value, and crash
+        base: torch.futures.Future[Any] = torch.futures.Future(devices=_devices(self._outputs))
+        future = base.then(lambda _: value())
+        if self._work is None or self._work.is_completed():
+            base.set_result(None)
+        else:
+            self._work.add_done_callback(lambda _: _callbacks.run(lambda: base.set_result(None)))
+        return future
+
+
+class AllOf:
+    """Several works as one, for a `CommWork`."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self, timeout: float | None = None) -> None:
+        for work in self._works:
+            work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        """Call `callback(self)` once, when the last of them has ended."""
+        left = [len(self._works)]
+        lock = threading.Lock()
+
+        def one_less(_: Any) -> None:
+            with lock:
+                left[0] -= 1
+                last = not left[0]
+            if last:
+                callback(self)
+
+        for work in self._works:
+            work.add_done_callback(one_less)
+
+
+def _devices(outputs: Any) -> Any:
+    flat = [t for x in outputs or [] for t in (x if isinstance(x, (list, tuple)) else [x])]
+    return sorted({t.device for t in flat if t.device.type != "cpu"}, key=str) or None
+
+
+class _Callbacks:
+    """Runs users' callbacks off the threads that communicate: a callback may call a collective, and wait for it.
+
+    Callbacks start in the order in which the operations ended. Each idle thread takes the next; when none is idle, another
+    starts, so a callback that waits for a second one gets it.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+
+    def run(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            else:
+                threading.Thread(target=self._loop, name="hostring-callbacks", daemon=True).start()
+        self._jobs.put(job)
+
+    def _loop(self) -> None:
+        while True:
+            self._jobs.get()()
+            with self._lock:
+                self._idle += 1
+
+
+_callbacks = _Callbacks()
