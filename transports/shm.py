@@ -1,0 +1,300 @@
+"""Links through memory that two processes of one host share: a ring of bytes per direction, with a socket as doorbell.
+
+A segment holds one page of 8-byte words, then the two rings. A word has one writer, and a cache line (two, since CPUs
+fetch them in pairs) of its own. The two ends do all copying; the kernel is asked only where one of them sleeps.
+
+Order. The writer stores bytes, then the word that says how far it has written; the reader loads that word, then the bytes.
+x86-64 keeps both in program order, an aligned 8-byte access is one access, and what C libraries copy with is fenced at its
+end. 64-bit ARM may reorder, so `_barrier` stands between. Whether the other end sleeps is asked after the word is stored:
+a store followed by a load needs a barrier on every machine. Python has none of its own, but taking and releasing a lock
+is one: on x86-64 by its locked instruction, on ARM when done twice, since nothing passes a release and the acquire that
+follows it. Where that is not known to hold, `unsupported` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import platform
+import select
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from hostring.errors import PeerLostError
+from hostring.link import Buffer
+
+PAGE: Final = 4096
+
+CAPACITY: Final = 1 << 20
+"""Bytes in flight per direction. A smaller ring stays in a nearer cache, and makes more turns for a large message."""
+
+PIECE: Final = 1 << 17
+"""Bytes of a large message after which the other end may have them, so that it copies out while we copy in."""
+
+_WRITTEN: Final = 0  # bytes ever written, by the writer
+_READ: Final = 16  # bytes ever read, by the reader
+_READER_SLEEPS: Final = 32  # set by the reader, cleared by the writer when it rings
+_WRITER_SLEEPS: Final = 48  # the reverse
+_DIRECTION: Final = 128  # words from one direction's to the other's
+
+_PATIENCE: Final = 256  # calls in vain before the socket is asked whether the peer is still there
+_WEAK: Final = platform.machine().lower() in ("aarch64", "arm64")
+_PLAIN: Final[tuple[type, ...]] = (bytes, bytearray)
+_NO_WORDS: Final = memoryview(bytearray(PAGE)).cast("Q")
+_bells: Final = bytearray(4096)
+
+
+def unsupported() -> str:
+    """Why this machine can't have links like these; empty when it can."""
+    machine = platform.machine().lower()
+    if machine not in ("x86_64", "amd64", "aarch64", "arm64") or sys.maxsize < 1 << 32:
+        return f"{machine} with {sys.maxsize.bit_length() + 1} bits is not known to order memory as a shared ring needs it"
+    if not hasattr(socket, "AF_UNIX") or not hasattr(socket.socket, "sendmsg"):
+        return f"{sys.platform} can't pass memory over a socket"
+    return ""
+
+
+class ShmLink:
+    """One end of a segment. One thread may send while another receives.
+
+    Args:
+        sock: connected to the peer, which holds its other end for as long as it lives. The link owns it from now on.
+        peer: the rank there.
+        segment: `PAGE` zeros and two rings. The link owns it.
+        capacity: of each ring, a power of two.
+        side: 0 at one end, 1 at the other.
+    """
+
+    __slots__ = (
+        "_acquire_in", "_acquire_out", "_base_in", "_base_out", "_bell", "_bytes", "_capacity", "_end_in", "_end_out", "_got", "_in",
+        "_limit", "_mask", "_out", "_over", "_release_in", "_release_out", "_segment", "_sent", "_shown", "_turns", "_words", "peer",
+    )  # fmt: skip
+
+    def __init__(self, sock: socket.socket, peer: int, segment: mmap.mmap, capacity: int, side: int) -> None:
+        sock.setblocking(False)
+        self.peer = peer
+        self._bell, self._segment = sock, segment
+        self._bytes = memoryview(segment)
+        self._words = self._bytes[:PAGE].cast("Q")
+        self._capacity, self._mask = capacity, capacity - 1
+        self._out, self._in = side * _DIRECTION, (1 - side) * _DIRECTION
+        self._base_out, self._base_in = PAGE + side * capacity, PAGE + (1 - side) * capacity
+        self._end_out, self._end_in = self._base_out + capacity, self._base_in + capacity
+        self._sent = self._got = 0
+        self._limit = capacity  # how far we may write, as far as we have looked
+        self._shown = 0  # how much of `_got` the peer may know
+        self._over = ""  # why nothing more will come or go
+        self._turns = _PATIENCE
+        incoming, outgoing = threading.Lock(), threading.Lock()  # never waited for: they are barriers
+        self._acquire_in, self._release_in = incoming.acquire, incoming.release
+        self._acquire_out, self._release_out = outgoing.acquire, outgoing.release
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        """See `Link.send`."""
+        if self._over:
+            raise PeerLostError(self.peer, self._over)
+        before = at = self._sent
+        for buffer in buffers:
+            n = len(buffer) if type(buffer) in _PLAIN else buffer.nbytes
+            start = self._base_out + (at & self._mask)
+            if n <= self._limit - at and n <= PIECE and start + n <= self._end_out:
+                self._segment[start : start + n] = buffer
+                at += n
+            else:
+                end = at + n
+                at = self._put(_flat(buffer), at, before + self._capacity)
+                if at != end:
+                    break
+        if at != self._sent:
+            self._tell_written(at)
+        elif at == before:
+            self._turns -= 1
+            if self._turns <= 0:
+                self._look()
+                if self._over:
+                    raise PeerLostError(self.peer, self._over)
+        return at - before
+
+    def recv_into(self, view: Buffer) -> int:
+        """See `Link.recv_into`."""
+        got = self._got
+        ready = self._words[self._in] - got
+        if not ready:
+            self._turns -= 1
+            return self._nothing((view,)) if self._turns <= 0 else 0
+        if _WEAK:
+            self._barrier_in()
+        if type(view) is not memoryview or view.format != "B":
+            view = _flat(view)
+        n = len(view)
+        if n > ready:
+            n = ready
+        start = self._base_in + (got & self._mask)
+        if n <= PIECE and start + n <= self._end_in:
+            view[:n] = self._bytes[start : start + n]
+            self._got = got = got + n
+            if got - self._shown > self._capacity >> 2:
+                self._tell_read(got)
+        else:
+            self._take(view, got, n)
+        return n
+
+    def recv_into_all(self, views: Sequence[Buffer]) -> int:
+        """See `Link.recv_into_all`."""
+        before = got = self._got
+        ready = self._words[self._in] - got
+        if not ready:
+            self._turns -= 1
+            return self._nothing(views) if self._turns <= 0 else 0
+        if _WEAK:
+            self._barrier_in()
+        for view in map(_flat, views):
+            n = min(view.nbytes, ready - (got - before))
+            got = self._take(view, got, n)
+            if n < view.nbytes:
+                break
+        return got - before
+
+    def fileno(self) -> int:
+        """See `Link.fileno`; -1 once closed."""
+        return self._bell.fileno()
+
+    def arm(self, recv: bool, send: bool) -> int:
+        """See `Link.arm`."""
+        self._look()  # takes the bells of the last sleep away
+        if recv:
+            self._tell_read(self._got)
+            self._words[self._in + _READER_SLEEPS] = 1
+            self._barrier_in()
+        if send:
+            self._words[self._out + _WRITER_SLEEPS] = 1
+            self._barrier_out()
+        return select.POLLIN
+
+    def close(self) -> None:
+        """See `Link.close`. What was sent is the peer's already: its memory stays for as long as it is mapped there."""
+        if self._bell.fileno() < 0:
+            return
+        self._over, self._turns = self._over or "connection closed", 0
+        self._bell.close()
+        words, self._words, self._got = self._words, _NO_WORDS, 0
+        words.release()
+        self._bytes.release()
+        with contextlib.suppress(BufferError):  # a thread is in the middle of a copy: the last one out closes it
+            self._segment.close()
+
+    def abort(self) -> None:
+        """See `Link.abort`. Keeps the descriptor until `close`, as `SocketLink` does."""
+        self._over, self._turns = self._over or "connection aborted", 0
+        with contextlib.suppress(OSError):
+            self._bell.shutdown(socket.SHUT_RDWR)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_release_out"):
+            self.close()
+
+    def _put(self, view: memoryview, at: int, most: int) -> int:
+        """Copy what there is room for, at most until `most` bytes were ever written, piece by piece. Returns how many were."""
+        done, nbytes = 0, view.nbytes
+        while done < nbytes:
+            self._limit = self._words[self._out + _READ] + self._capacity
+            start = at & self._mask
+            n = min(nbytes - done, self._limit - at, most - at, self._capacity - start, PIECE)
+            if not n:
+                break
+            start += self._base_out
+            self._segment[start : start + n] = view[done : done + n]
+            done, at = done + n, at + n
+            if done < nbytes:
+                self._tell_written(at)
+        return at
+
+    def _tell_written(self, at: int) -> None:
+        if _WEAK:
+            self._barrier_out()
+        words, out = self._words, self._out
+        words[out] = self._sent = at
+        self._acquire_out(False)  # `_barrier_out` in line: every message comes through here
+        self._release_out()
+        if _WEAK:
+            self._barrier_out()
+        if words[out + _READER_SLEEPS]:
+            words[out + _READER_SLEEPS] = 0
+            self._ring()
+
+    def _take(self, view: memoryview, got: int, nbytes: int) -> int:
+        """Copy `nbytes` that are there to the front of `view`, piece by piece. Returns how many bytes were ever read."""
+        done = 0
+        while done < nbytes:
+            start = got & self._mask
+            n = min(nbytes - done, self._capacity - start, PIECE)
+            start += self._base_in
+            view[done : done + n] = self._bytes[start : start + n]
+            done, got = done + n, got + n
+            self._got = got
+            if got - self._shown > self._capacity >> 2:
+                self._tell_read(got)
+        return got
+
+    def _tell_read(self, got: int) -> None:
+        """Give room to the writer. That is not worth while for every few bytes: a quarter of the ring may stay unsaid."""
+        if _WEAK:
+            self._barrier_in()
+        words, start = self._words, self._in
+        words[start + _READ] = self._shown = got
+        self._barrier_in()
+        if words[start + _WRITER_SLEEPS]:
+            words[start + _WRITER_SLEEPS] = 0
+            self._ring()
+
+    def _barrier_in(self) -> None:
+        for _ in range(2 if _WEAK else 1):
+            self._acquire_in(False)
+            self._release_in()
+
+    def _barrier_out(self) -> None:
+        for _ in range(2 if _WEAK else 1):
+            self._acquire_out(False)
+            self._release_out()
+
+    def _nothing(self, views: Sequence[Buffer]) -> int:
+        self._look()
+        gone = self._over and self._words[self._in] == self._got  # looked at again: it may have written, then gone
+        if gone and any(_flat(view).nbytes for view in views):
+            raise PeerLostError(self.peer, self._over)
+        return 0
+
+    def _look(self) -> None:
+        """Read the socket, on which nothing comes but bells and the end."""
+        self._turns = 0 if self._over else _PATIENCE
+        try:
+            if self._bell.recv_into(_bells):
+                return
+            self._end("connection closed")
+        except BlockingIOError:
+            pass
+        except OSError as exc:
+            self._end(f"recv: {exc}")
+
+    def _ring(self) -> None:
+        try:
+            self._bell.send(b"\0")
+        except BlockingIOError:  # the peer has bells enough
+            pass
+        except OSError as exc:
+            self._end(f"send: {exc}")
+
+    def _end(self, why: str) -> None:
+        self._over, self._turns = self._over or why, 0
+
+
+def _flat(buffer: Any) -> memoryview:
+    if isinstance(buffer, np.ndarray):  # memoryview refuses dtypes that numpy was taught by others
+        buffer = buffer.reshape(-1).view(np.uint8)
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")
