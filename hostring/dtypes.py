@@ -33,6 +33,9 @@ CODES: Final[dict[DType, int]] = {dtype: code for code, dtype in enumerate(DTYPE
 BY_NAME: Final[dict[str, DType]] = dict(zip(NAMES, DTYPES, strict=True))
 FLOAT32: Final = np.dtype(np.float32)
 
+# Looked up by value: a copy of a dtype, such as `newbyteorder` makes, says that it is not built in.
+_CARRIERS: Final = {dtype: dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}") for dtype in DTYPES}
+
 _FLOATS: Final = frozenset(n for n in NAMES if n.startswith(("float", "bfloat")))
 _COMPLEX: Final = frozenset({"complex64", "complex128"})
 _INTEGERS: Final = frozenset(n for n in NAMES if n.startswith(("int", "uint")))
@@ -59,7 +62,8 @@ def wire_dtype(dtype: DType) -> DType:
 
 def carrier(dtype: DType) -> DType:
     """A dtype of the same width whose arrays are buffers: numpy can't lend ml_dtypes' arrays to a socket."""
-    return dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")
+    found = _CARRIERS.get(dtype)
+    return carrier(BY_NAME[name_of(dtype)]) if found is None else found
 
 
 def kind_code(dtype: DType) -> int:
