@@ -152,6 +152,7 @@ class _Collecting:
                 self.inspect(rank, self.found[rank])
             except HandshakeError as exc:
                 self.store.set(f"{self.base}/failed", str(exc).encode())
+                self.store.add(f"{self.base}/read", 1)
                 raise
 
     def _look_around(self, others: Iterable[int]) -> None:
@@ -181,5 +182,5 @@ def linger(store: Store, prefix: str, world_size: int) -> None:
     until = time.monotonic() + LAST_WORDS
     with contextlib.suppress(OSError):
         generation = store.add(f"{prefix}/0/joins", 0)
-        while time.monotonic() < until and store.add(f"{prefix}/{generation}/read", 0) < world_size - 1:
+        while time.monotonic() < until and store.add(f"{prefix}/{generation}/read", 0) < world_size:
             time.sleep(0.05)

@@ -53,11 +53,11 @@ class _Connection:
         if not proves(verdict[1], secret, "store server", greeting_bytes, client, nonce):
             raise StoreRefusedError("the store does not know the group's secret (HOSTRING_SECRET)")
 
-    def call(self, request: list[Any], limit: float) -> list[Any]:
+    def call(self, number: int, request: bytes, limit: float) -> list[Any]:
         self.sock.settimeout(limit)
-        self._send(request)
+        self.sock.sendall(request)
         answer = unpack(self._recv())
-        if not isinstance(answer, list) or len(answer) != 3 or answer[0] != request[0]:
+        if not isinstance(answer, list) or len(answer) != 3 or answer[0] != number:
             raise ValueError("the store gave an answer that fits no question")
         return answer
 
@@ -146,12 +146,13 @@ class TcpStore:
 
     def _request(self, op: str, *args: Any) -> Any:
         with self._lock:
-            request = [next(self._numbers), op, *args]
+            number = next(self._numbers)
+        request = framed(pack([number, op, *args], MESSAGE_LIMIT))
         wait = float(args[-1]) if op == "get" else 0.0
         while True:
             connection = self._connection()
             try:
-                _, fine, value = connection.call(request, wait + self._patience())
+                _, fine, value = connection.call(number, request, wait + self._patience())
             except (OSError, ValueError) as exc:
                 connection.sock.close()
                 if time.monotonic() >= self.deadline:

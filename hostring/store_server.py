@@ -85,9 +85,13 @@ class StoreServer:
         await self._stop.wait()
         for server in servers:
             server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # a connection that is being accepted becomes a task now
+        while self._tasks:  # once is not enough: wait_for swallows a cancellation that comes together with its result
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks, timeout=0.05)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(server.wait_closed() for server in servers)), 1.0)
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,9 +108,7 @@ class Wiring:
                 if self._missing:
                     self.progress.waits(*self._state())
         finally:
-            for task in [*tasks, *self._greetings]:
-                task.cancel()
-            await asyncio.gather(*tasks, *self._greetings, return_exceptions=True)
+            await _end([*tasks, *self._greetings])
         if self._failure is not None:
             raise self._failure
 
@@ -242,20 +240,20 @@ class Wiring:
                         return task.result()
                     worst = exc if isinstance(exc, HandshakeError) or not isinstance(worst, HandshakeError) else worst
         finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await _end(running)
         return worst
 
     async def _dial(self, peer: int, kind: str, address: Address) -> Address:
-        sock: socket.socket | None = None
+        family, target = _target(address)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        kept = False
         try:
-            sock = await asyncio.wait_for(_connected(address), HELLO_SECONDS)
+            await asyncio.wait_for(_connect(sock, target), HELLO_SECONDS)
             protocol = dial(self._own(kind), peer, self.secret)
             theirs, _ = await asyncio.wait_for(_converse(protocol, sock), HELLO_SECONDS)
             compare_contracts(self.hello.rank, self.hello.contract, peer, theirs.contract)
             self._keep(sock, theirs)
-            sock = None
+            kept = True
             return address
         except asyncio.TimeoutError:
             raise OSError(errno.ETIMEDOUT, f"{show(address)}: no answer in {HELLO_SECONDS:.0f} s") from None
@@ -264,7 +262,7 @@ class Wiring:
                 raise
             raise OSError(f"{show(address)}: {exc}") from exc
         finally:
-            if sock is not None:
+            if not kept:
                 sock.close()
 
 
@@ -273,27 +271,31 @@ def show(address: Address) -> str:
     return address[0] if address[0].startswith("/") else join_address(*address)
 
 
-async def _connected(address: Address) -> socket.socket:
+def _target(address: Address) -> tuple[socket.AddressFamily, Any]:
     host, port = address
-    loop = asyncio.get_running_loop()
-    target: Any
     if host.startswith("/"):
-        family, target = socket.AF_UNIX, host
-    elif ":" in host:
+        return socket.AF_UNIX, host
+    if ":" in host:
         bare, _, scope = host.partition("%")
-        family, target = socket.AF_INET6, (bare, port, 0, scope_id(scope))
-    else:
-        family, target = socket.AF_INET, (host, port)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        await loop.sock_connect(sock, target)
-        if sock.getsockname() == sock.getpeername() != "":  # Linux may connect a free local port to itself
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+        return socket.AF_INET6, (bare, port, 0, scope_id(scope))
+    return socket.AF_INET, (host, port)
+
+
+async def _connect(sock: socket.socket, target: Any) -> None:
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, target)
+    if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():  # Linux may connect a free local port to itself
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel `tasks` until all have ended: wait_for swallows a cancellation that comes together with its result."""
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=0.05)
+    await asyncio.gather(*tasks, return_exceptions=True)  # their exceptions count as seen
 
 
 def _is_dead(sock: socket.socket) -> bool:
