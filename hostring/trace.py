@@ -38,6 +38,7 @@ class Recorder:
             logging.basicConfig(level=logging.INFO, format="%(message)s")
             self.record = self._record_and_log
         self._directory = os.environ.get("HOSTRING_DUMP")
+        self._failure: str | None = None
 
     def _record_and_log(self, entry: Entry) -> None:
         self._entries.append(entry)
@@ -58,17 +59,19 @@ class Recorder:
         """The operations as plain dicts, oldest first. Times are seconds; `started` is since the Unix epoch."""
         return [_row(entry) for entry in list(self._entries)]
 
-    def document(self, failure: str | None = None) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         """Everything as one JSON-able dict."""
-        return {"group": self.group, "rank": self.rank, "world_size": self.world_size, "failure": failure, "operations": self.rows()}
+        group = {"group": self.group, "rank": self.rank, "world_size": self.world_size}
+        return {**group, "failure": self._failure, "operations": self.rows()}
 
     def dump(self, failure: str | None = None) -> Path | None:
-        """Write the document into `HOSTRING_DUMP`, where that is set. Returns the file."""
+        """Write the document into `HOSTRING_DUMP`, where that is set. Returns the file. The first failure is remembered."""
+        self._failure = self._failure or failure
         if self._directory is None:
             return None
         path = Path(self._directory) / f"hostring-{self.group.replace('/', '_')}-{self.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.document(failure)))
+        path.write_text(json.dumps(self.document()))
         log.info("hostring: rank %d wrote its last %d operations to %s", self.rank, len(self._entries), path)
         return path
 

@@ -1,0 +1,54 @@
+"""`hostring trace`: what the flight recorders wrote, as a table or for a trace viewer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def add(app: typer.Typer) -> None:
+    app.command()(trace)
+
+
+def trace(
+    files: Annotated[list[Path], typer.Argument(help="Files, or the directory, that ranks wrote with HOSTRING_DUMP=DIR.")],
+    chrome: Annotated[Path | None, typer.Option(help="Write a trace for chrome://tracing or Perfetto here.")] = None,
+    last: Annotated[int, typer.Option(min=1, help="How many operations of each rank to list.")] = 10,
+) -> None:
+    """Show the last operations of each rank: what, how long, and for whom it waited."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hostring.trace import chrome_trace
+
+    documents = [_read(path) for given in files for path in (sorted(given.glob("hostring-*.json")) if given.is_dir() else [given])]
+    if not documents:
+        raise ValueError(f"no hostring-*.json in {', '.join(map(str, files))}; run the ranks with HOSTRING_DUMP=DIR")
+    console = Console()
+    for document in documents:
+        title = f"{document['group']}, rank {document['rank']} of {document['world_size']}"
+        table = Table(title=title, title_justify="left", caption=document["failure"], caption_justify="left")
+        for name in ("#", "collective", "dtype", "elements", "us", "waited us", "for rank"):
+            table.add_column(name, justify="left" if name in ("collective", "dtype") else "right")
+        for row in document["operations"][-last:]:
+            late = "" if row["waited_for"] is None else str(row["waited_for"])
+            times = (f"{row['seconds'] * 1e6:.1f}", f"{row['wait'] * 1e6:.1f}")
+            table.add_row(str(row["seq"]), row["collective"], row["dtype"], str(row["n_elements"]), *times, late)
+        console.print(table)
+    if chrome is not None:
+        chrome.write_text(json.dumps(chrome_trace(documents)))
+        console.print(f"{sum(len(d['operations']) for d in documents)} operations of {len(documents)} ranks in {chrome}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+        if not {"group", "rank", "world_size", "failure", "operations"} <= document.keys():
+            raise ValueError("it lacks keys")
+    except (ValueError, AttributeError) as exc:
+        raise ValueError(f"{path} is no flight record: {exc}") from exc
+    result: dict[str, Any] = document
+    return result
