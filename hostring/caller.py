@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -140,6 +141,8 @@ class Caller:
         like = x if like is None else like
         adapter = adapter_for(like)
         dtype = adapter.dtype(like)
+        if shape is not None:
+            check_out(collective, out, math.prod(shape), dtype)
         data = NOTHING.view(np.uint8)[:0] if x is None else self._lend(adapter_for(x), x)[0]
         result = np.empty(0, carrier(dtype))
         target, flat = None, None
@@ -147,8 +150,6 @@ class Caller:
             target = out if out is not None else adapter.empty(like, shape)
             flat = None if target is None else adapter_for(target).view(target)
             result = (np.empty(math.prod(shape), dtype) if flat is None else flat).view(carrier(dtype))
-            if result.size != math.prod(shape):
-                raise ValueError(f"{collective}: out has {result.size} elements, the result has {math.prod(shape)}")
         if self.world_size == 1:
             result[...] = data
             self._alone(collective, x)
@@ -167,8 +168,6 @@ class Caller:
         """A host result as an array like `x`, or in `out`."""
         if out is None:
             return adapter.from_wire(result, x, tuple(shape))
-        if math.prod(out.shape) != result.size:
-            raise ValueError(f"out has {math.prod(out.shape)} elements, the result has {result.size}")
         return adapter_for(out).from_wire(result, out)
 
     def _gathered(self, x: Any, counts: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -176,12 +175,13 @@ class Caller:
         n_elements = math.prod(x.shape)
         if counts is None:
             return (self.world_size, *x.shape), (n_elements,) * self.world_size
+        rows = [operator.index(c) for c in counts]
+        mine = x.shape[0] if len(x.shape) else None
+        if len(rows) != self.world_size or min(rows) < 0 or mine != rows[self.rank]:
+            brings = "a 0-d array" if mine is None else f"{mine} rows"
+            raise ValueError(f"counts={rows} must name the rows of each of {self.world_size} ranks; rank {self.rank} brings {brings}")
         width = math.prod(x.shape[1:])
-        if len(counts) != self.world_size or x.shape[0] != counts[self.rank]:
-            raise ValueError(
-                f"counts={list(counts)} must name the rows of each of {self.world_size} ranks; rank {self.rank} brings {x.shape[0]}"
-            )
-        return (sum(counts), *x.shape[1:]), tuple(c * width for c in counts)
+        return (sum(rows), *x.shape[1:]), tuple(c * width for c in rows)
 
     def _rows(self, x: Any, counts: Sequence[int] | None) -> list[int]:
         total = x.shape[0] if len(x.shape) else 0
@@ -189,21 +189,37 @@ class Caller:
             if total % self.world_size or not len(x.shape):
                 raise ValueError(f"{total} rows don't divide evenly over {self.world_size} ranks; say by counts how many each gets")
             return [total // self.world_size] * self.world_size
-        if len(counts) != self.world_size or sum(counts) != total or min(counts) < 0:
-            raise ValueError(f"counts={list(counts)} must be {self.world_size} numbers that add up to {total} rows")
-        return [int(c) for c in counts]
+        rows = [operator.index(c) for c in counts]
+        if len(rows) != self.world_size or sum(rows) != total or min(rows) < 0:
+            raise ValueError(f"counts={rows} must be {self.world_size} numbers that add up to {total} rows")
+        return rows
 
     def _check(self, x: Any, op: str) -> None:
         check_op(op, adapter_for(x).dtype(x))
 
-    def _check_rank(self, rank: int, name: str) -> None:
-        if not 0 <= rank < self.world_size:
+    def _check_rank(self, rank: Any, name: str) -> int:
+        """`rank` as a plain int: a numpy integer has another `repr`, and ranks compare checksums of what was asked for."""
+        number = operator.index(rank)
+        if not 0 <= number < self.world_size:
             raise ValueError(f"{name}={rank} is no rank of this group; it has ranks 0 to {self.world_size - 1}")
+        return number
 
-    def _check_peer(self, rank: int, name: str) -> None:
-        self._check_rank(rank, name)
-        if rank == self.rank:
+    def _check_peer(self, rank: Any, name: str) -> int:
+        number = self._check_rank(rank, name)
+        if number == self.rank:
             raise ValueError(f"{name}={rank} is this rank itself")
+        return number
+
+
+def check_out(collective: str, out: Any, n_elements: int, dtype: DType) -> None:
+    """Refuse an `out` that can't take the result, before a byte moves."""
+    if out is None:
+        return
+    theirs = adapter_for(out).dtype(out)
+    if theirs != dtype:
+        raise TypeError(f"{collective}: out is {theirs}, the result is {dtype}; pass an out of that dtype")
+    if math.prod(out.shape) != n_elements:
+        raise ValueError(f"{collective}: out has {math.prod(out.shape)} elements, the result has {n_elements}")
 
 
 def _spins(group: bootstrap.Group) -> int:

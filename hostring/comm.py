@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from time import perf_counter
@@ -11,12 +12,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from .caller import NOTHING, Caller
+from .caller import NOTHING, Caller, check_out
 from .counters import STAGE
-from .dtypes import BY_NAME, Array, check_op, wire_dtype
-from .errors import HostringError
+from .dtypes import BY_NAME, Array, DType, carrier, check_op, wire_dtype
+from .errors import CollectiveMismatch, HostringError
 from .fold import divide
 from .program import Buffers
+from .schedule import Schedule, split_evenly
 from .staging import ADAPTERS, adapter_for
 from .topologies import TOPOLOGIES, check_order
 
@@ -98,7 +100,7 @@ class Comm(Caller):
 
     def reduce(self, x: Any, root: int = 0, op: str = "sum", *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Like `all_reduce`, but only `root` gets the result; `x` of the others is left as it is and returned."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         self._check(x, op)
         return self._start("reduce", lambda: self._reduce(x, root, op, timeout), async_op)
 
@@ -159,6 +161,7 @@ class Comm(Caller):
         else:
             data, raw = view, None
         counts = tuple(r * width for r in rows)
+        check_out("reduce_scatter", out, counts[self.rank], dtype)
         result = np.empty(counts[self.rank], wire)
         if self.world_size == 1:
             result[...] = data
@@ -174,7 +177,7 @@ class Comm(Caller):
 
     def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Give `x` of `root` to all. Floats are rounded to each rank's own dtype; other dtypes must agree. In place."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         adapter_for(x).dtype(x)
         return self._start("broadcast", lambda: self._broadcast(x, root, timeout), async_op)
 
@@ -214,7 +217,7 @@ class Comm(Caller):
         timeout: float | None = None,
     ) -> Any:
         """Like `all_gather`, but only `root` gets the result; the others get None."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         shape, sizes = self._gathered(x, counts)
         result = shape if self.rank == root else None
         return self._start("gather", lambda: self._move("gather", x, (root, sizes), result, out, timeout), async_op)
@@ -235,22 +238,24 @@ class Comm(Caller):
             x: on `root`, shape (world_size, …), or (sum(counts), …) with `counts`. Elsewhere ignored; None will do.
             out: where the part goes. Needed on every rank but `root`, which alone knows the shape.
         """
-        self._check_rank(root, "root")
-        if self.rank != root and out is None:
-            raise ValueError(f"scatter: rank {self.rank} is not root and must say by out= where its part goes")
-        like = out if out is not None else x
-        if self.rank == root:
-            width = math.prod(x.shape[1:])
-            rows = self._rows(x, counts if counts is not None else [1] * self.world_size)
-            sizes = tuple(r * width for r in rows)
-            shape = x.shape[1:] if counts is None else (rows[root], *x.shape[1:])
-        else:
-            width = math.prod(out.shape) if counts is None else math.prod(out.shape[1:])
-            sizes = tuple(width * c for c in (counts if counts is not None else [1] * self.world_size))
-            shape = tuple(out.shape)
-        return self._start(
-            "scatter", lambda: self._move("scatter", x if self.rank == root else None, (root, sizes), shape, out, timeout, like), async_op
-        )
+        root = self._check_rank(root, "root")
+        x = x if self.rank == root else None
+        like = out if x is None else x
+        if like is None:
+            raise ValueError(
+                f"scatter: root {root} must bring an array"
+                if self.rank == root
+                else f"scatter: rank {self.rank} is not root and must say by out= where its part goes"
+            )
+        adapter_for(like).dtype(like)
+        ones = [1] * self.world_size if counts is None else counts
+        rows = self._rows(like, ones) if x is not None else [operator.index(c) for c in ones]
+        if len(rows) != self.world_size or (x is None and counts is not None and like.shape[:1] != (rows[self.rank],)):
+            raise ValueError(f"scatter: out of rank {self.rank} has shape {tuple(like.shape)}, counts={rows}")
+        width = math.prod(like.shape if x is None and counts is None else like.shape[1:])
+        shape = tuple(like.shape) if x is None else (() if counts is None else (rows[root],)) + tuple(like.shape[1:])
+        detail = root, tuple(width * r for r in rows)
+        return self._start("scatter", lambda: self._move("scatter", x, detail, shape, out, timeout, like), async_op)
 
     def all_to_all(
         self,
@@ -275,17 +280,15 @@ class Comm(Caller):
         return self._start("all_to_all", lambda: self._all_to_all(x, rows, recv_counts, uneven, out, timeout), async_op)
 
     def _all_to_all(self, x: Any, rows: list[int], recv_counts: Sequence[int] | None, uneven: bool, out: Any, timeout: float | None) -> Any:
-        width = math.prod(x.shape[1:])
-        mine = np.array([r * width for r in rows], np.int64)
-        n = self.world_size
+        n, mine = self.world_size, np.array(rows, np.int64)
         matrix = self._move("all_gather", mine, (n,) * n, (n, n), None, timeout) if uneven and n > 1 else np.tile(mine, (n, 1))
-        received = matrix[:, self.rank]
-        if recv_counts is not None and [int(c) for c in received] != [c * width for c in recv_counts]:
-            sent = [int(c) // max(width, 1) for c in received]
-            raise self._fail(HostringError(f"all_to_all: rank {self.rank} expects {list(recv_counts)} rows, the others send it {sent}"))
-        counts = tuple(tuple(int(c) for c in row) for row in matrix)
-        shape = (int(received.sum()) // width if width else sum(rows), *x.shape[1:])
-        return self._move("all_to_all", x, counts, shape, out, timeout)
+        received = [int(r) for r in matrix[:, self.rank]]
+        if recv_counts is not None and received != [operator.index(c) for c in recv_counts]:
+            what = f"all_to_all: rank {self.rank} expects {list(recv_counts)} rows, the others send it {received}"
+            raise self._fail(CollectiveMismatch(what, self.rank))
+        width = math.prod(x.shape[1:])
+        counts = tuple(tuple(int(r) * width for r in row) for row in matrix)
+        return self._move("all_to_all", x, counts, (sum(received), *x.shape[1:]), out, timeout)
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Return when every rank has called it."""
@@ -309,19 +312,21 @@ class Comm(Caller):
         Returns:
             what `choose` returned, bit for bit the same on every rank.
         """
-        self._check_rank(root, "root")
-        result: Array = self._turns.run(self._decide, "decide", np.ascontiguousarray(x), choose, root, timeout)
+        root = self._check_rank(root, "root")
+        mine = np.asarray(x, adapter_for(x).dtype(x), order="C")
+        result: Array = self._turns.run(self._decide, "decide", mine, choose, root, timeout)
         return result
 
     def _decide(self, x: Array, choose: Callable[[Array], Array], root: int, timeout: float | None) -> Array:
         started = perf_counter()
         stacked = np.empty((self.world_size if self.rank == root else 0, *x.shape), x.dtype)
-        flat = x.reshape(-1)
+        bits = carrier(x.dtype)
+        flat = x.reshape(-1).view(bits)
         if self.world_size > 1:
             sizes = (root, (x.size,) * self.world_size)
             self._run(
                 self._planner.movement("gather", x.size, x.dtype, sizes, "decide"),
-                Buffers(flat, stacked.reshape(-1)),
+                Buffers(flat, stacked.reshape(-1).view(bits)),
                 timeout,
                 started,
                 count=False,
@@ -329,16 +334,19 @@ class Comm(Caller):
         else:
             stacked[0] = x
             self._alone("decide", x)
-        decision = np.empty_like(flat)
+        decision = np.empty_like(x)
         if self.rank == root:
             try:
-                decision[...] = np.asarray(choose(stacked), x.dtype).reshape(-1)
+                chosen = np.asarray(choose(stacked), x.dtype)
+                if chosen.shape != x.shape:
+                    raise ValueError(f"it chose an array of shape {chosen.shape}, x has {x.shape}")
+                decision[...] = chosen
             except Exception as exc:
                 raise self._fail(HostringError(f"decide: root {root} could not choose: {exc!r}", root)) from exc
         if self.world_size > 1:
             program = self._planner.movement("broadcast", x.size, x.dtype, root, "decide", _DECISION_ROUND)
-            self._run(program, Buffers(decision, NOTHING), timeout, started)
-        return decision.reshape(x.shape)
+            self._run(program, Buffers(decision.reshape(-1).view(bits), NOTHING), timeout, started)
+        return decision
 
     # ------------------------------------------------------------------ point to point
 
@@ -347,7 +355,7 @@ class Comm(Caller):
 
         Two ranks may both send first. Returns None, or a `Work` with `async_op`, which progresses without `wait`.
         """
-        self._check_peer(dst, "dst")
+        dst = self._check_peer(dst, "dst")
         self._alive()
         adapter = adapter_for(x)
         view = adapter.view(x)
@@ -367,7 +375,7 @@ class Comm(Caller):
             CollectiveMismatch: the message has another number of elements, or a dtype that `x` can't take.
         """
         if src is not None:
-            self._check_peer(src, "src")
+            src = self._check_peer(src, "src")
         self._alive()
         adapter = adapter_for(x)
         view = adapter.view(x)
@@ -390,10 +398,16 @@ class Comm(Caller):
         """Make a group of all ranks that name the same `color`, with links of its own, ranked by `key`, then by rank here.
 
         Every rank of this group must call it. Returns None for a rank whose `color` is None.
+
+        Raises:
+            ValueError: `color` is negative, or `topology` and `order` don't go together; nothing was sent.
         """
+        topology, order = topology or self.topology, order or self.order
+        check_order(topology, order)
+        if color is not None and operator.index(color) < 0:
+            raise ValueError(f"color={color} must be 0 or more, or None to join no group")
         pairs = self.all_gather(np.array([-1 if color is None else color, self.rank if key is None else key], np.int64))
         members = sorted((r for r in range(self.world_size) if pairs[r][0] == color), key=lambda r: (int(pairs[r][1]), r))
-        topology, order = topology or self.topology, order or self.order
         name = f"{self._seq}.{color}"
         if color is None:
             self._exchange(b"")
@@ -491,28 +505,37 @@ class Comm(Caller):
         """Payload bytes that this rank sends in one call, from the schedule alone.
 
         Args:
-            n_elements: of the buffer of all_reduce, reduce, broadcast; of one rank's share of all_gather, gather, decide.
+            n_elements: of the buffer of all_reduce, reduce, reduce_scatter, broadcast and all_to_all, evenly divided where it is
+                divided; of one rank's share of all_gather, gather, scatter and decide.
         """
         if self.world_size == 1:
             return 0
         own = BY_NAME[dtype] if isinstance(dtype, str) else np.dtype(dtype)
         wire, n = wire_dtype(own), self.world_size
-        if collective in ("all_reduce", "reduce"):
-            schedule = (
-                self._planner.all_reduce_schedule(n_elements, wire.itemsize)
-                if collective == "all_reduce"
-                else self._planner.schedule("reduce", n_elements, root, wire.itemsize)
-            )
-            return schedule.sent_elements(raw=True) * own.itemsize + schedule.sent_elements(raw=False) * wire.itemsize
-        even: dict[str, list[tuple[str, Any]]] = {
+        if collective == "all_reduce":
+            return _payload(self._planner.all_reduce_schedule(n_elements, wire.itemsize), own, wire)
+        shares = (n_elements,) * n
+        parts = tuple(stop - start for start, stop in split_evenly(n_elements, n))
+        steps: dict[str, list[tuple[str, Any]]] = {
+            "reduce": [("reduce", root)],
+            "reduce_scatter": [("reduce_scatter", parts)],
             "broadcast": [("broadcast", root)],
-            "all_gather": [("all_gather", (n_elements,) * n)],
-            "gather": [("gather", (root, (n_elements,) * n))],
-            "decide": [("gather", (root, (n_elements,) * n)), ("broadcast", root)],
+            "all_gather": [("all_gather", shares)],
+            "gather": [("gather", (root, shares))],
+            "scatter": [("scatter", (root, shares))],
+            "all_to_all": [("all_to_all", (parts,) * n)],
+            "barrier": [("barrier", 0)],
+            "decide": [("gather", (root, shares)), ("broadcast", root)],
         }
-        return own.itemsize * sum(
-            self._planner.schedule(name, n_elements, detail, own.itemsize).sent_elements() for name, detail in even[collective]
-        )
+        if collective not in steps:
+            raise ValueError(f"collective={collective!r} is unknown; use all_reduce, {', '.join(steps)}")
+        moved = wire if collective.startswith("reduce") else own
+        schedules = [self._planner.schedule(name, n_elements, detail, moved.itemsize) for name, detail in steps[collective]]
+        return sum(_payload(schedule, own, moved) for schedule in schedules)
+
+
+def _payload(schedule: Schedule, own: DType, wire: DType) -> int:
+    return schedule.sent_elements(raw=True) * own.itemsize + schedule.sent_elements(raw=False) * wire.itemsize
 
 
 def contract(topology: str, order: str) -> dict[str, Any]:
