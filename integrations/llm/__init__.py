@@ -1,1 +1,39 @@
-"""One decoder model over unlike ranks: sharded weights, two reductions per layer, one deciding head rank."""
+"""One decoder model over unlike ranks: sharded weights, two reductions per layer, one deciding head rank.
+
+    model = load_model("SmolLM2-135M-Instruct.Q4_1.gguf", hostring.init(), dtype="bfloat16")
+    print(model.generate("What is a ring?").text)
+
+Names are imported when first used, so that reading the header of a checkpoint needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hostring.integrations.llm.config import ModelConfig
+    from hostring.integrations.llm.generate import Generation, Model, load_model
+    from hostring.integrations.llm.sampling import Sampling
+    from hostring.integrations.llm.sharded import ShardedModel, parallelize
+    from hostring.integrations.llm.shards import ShardPlan
+    from hostring.integrations.llm.stats import Stats
+
+_HOMES = {
+    "Generation": "generate",
+    "Model": "generate",
+    "ModelConfig": "config",
+    "Sampling": "sampling",
+    "ShardPlan": "shards",
+    "ShardedModel": "sharded",
+    "Stats": "stats",
+    "load_model": "generate",
+    "parallelize": "sharded",
+}
+__all__ = ["Generation", "Model", "ModelConfig", "Sampling", "ShardPlan", "ShardedModel", "Stats", "load_model", "parallelize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -68,7 +68,8 @@ class Model:
             sampling: how to choose, greedy when not given. The head rank's counts.
             max_tokens: the most to generate; fewer when the KV cache is full. The head rank's counts.
             on_text: called with pieces of text as they come, on the head rank only.
-            cache: an earlier turn's cache to continue from; a new one when not given.
+            cache: an earlier turn's cache to continue from; a new one when not given. It holds all but the last token of
+                that turn's answer, which therefore starts the next prompt.
 
         Raises:
             ValueError: an empty prompt, one that doesn't fit, or logits that are not numbers; on every rank.
