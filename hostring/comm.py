@@ -18,9 +18,10 @@ from .dtypes import BY_NAME, Array, DType, carrier, check_op, wire_dtype
 from .errors import CollectiveMismatch, HostringError
 from .fold import divide
 from .program import Buffers
+from .rules import read_rules
 from .schedule import Schedule, split_evenly
 from .staging import ADAPTERS, adapter_for
-from .topologies import TOPOLOGIES, check_order
+from .topologies import TOPOLOGIES
 
 _DECISION_ROUND: Final = 1 << 20  # the rounds of a decision's second half, apart from those of its first
 
@@ -403,7 +404,7 @@ class Comm(Caller):
             ValueError: `color` is negative, or `topology` and `order` don't go together; nothing was sent.
         """
         topology, order = topology or self.topology, order or self.order
-        check_order(topology, order)
+        read_rules(topology, order)
         if color is not None and operator.index(color) < 0:
             raise ValueError(f"color={color} must be 0 or more, or None to join no group")
         pairs = self.all_gather(np.array([-1 if color is None else color, self.rank if key is None else key], np.int64))
@@ -530,8 +531,7 @@ class Comm(Caller):
         if collective not in steps:
             raise ValueError(f"collective={collective!r} is unknown; use all_reduce, {', '.join(steps)}")
         moved = wire if collective.startswith("reduce") else own
-        schedules = [self._planner.schedule(name, n_elements, detail, moved.itemsize) for name, detail in steps[collective]]
-        return sum(_payload(schedule, own, moved) for schedule in schedules)
+        return sum(_payload(self._planner.schedule(name, n_elements, detail, moved), own, moved) for name, detail in steps[collective])
 
 
 def _payload(schedule: Schedule, own: DType, wire: DType) -> int:
@@ -545,5 +545,4 @@ def contract(topology: str, order: str) -> dict[str, Any]:
 
 def neighbours(topology: str, order: str) -> Callable[[int, int], set[int]]:
     """Between which ranks the topology needs links."""
-    check_order(topology, order)
-    return TOPOLOGIES["mesh" if topology == "auto" else topology].neighbours
+    return TOPOLOGIES[read_rules(topology, order).links].neighbours

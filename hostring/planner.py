@@ -15,11 +15,12 @@ from .program import Pipe, Program, scratch_layout
 from .schedule import Schedule
 from .topologies import collectives
 from .topologies.graph import Place
-from .tuner import Tuner
+from .tuner import Choice, Tuner
 from .wire import Call
 
 _KEPT_NBYTES: Final = 1 << 26
 _MOST_ROOMS: Final = 64
+_NOMINAL: Final = {200: 4, 201: 8}  # bytes of a float and of a complex number, whose width each rank may choose for itself
 _MOST_PROGRAMS: Final = 512  # more shapes than a decode or training loop has; beyond, all are dropped and made again
 
 
@@ -60,7 +61,7 @@ class Planner:
 
     def _all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None) -> Program:
         choice = self._tuner.all_reduce(n_elements, dtype.itemsize)
-        schedule = choice.topology.variants[choice.variant].build(self._place, n_elements, self._order, choice.segment)
+        schedule = self._build(choice, n_elements)
         call = Call("all_reduce", op, CODES[dtype], self._order, n_elements, schedule=choice.code, epoch=self._epoch)
         return self._bind(schedule, call, dtype, raw)
 
@@ -71,10 +72,9 @@ class Planner:
         )
 
     def _reduction(self, collective: str, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: Any) -> Program:
-        schedule = self.schedule(collective, n_elements, detail, dtype.itemsize)
-        call = Call(
-            collective, op, CODES[dtype], self._order, n_elements, _detail(collective, detail), self._tuner.topology.code << 8, self._epoch
-        )
+        schedule = self.schedule(collective, n_elements, detail, dtype)
+        code = self._choose(collective, n_elements, detail, dtype).code
+        call = Call(collective, op, CODES[dtype], self._order, n_elements, _detail(collective, detail), code, self._epoch)
         return self._bind(schedule, call, dtype, raw)
 
     def movement(
@@ -85,37 +85,39 @@ class Planner:
         return self._cached(key, lambda: self._movement(collective, n_elements, dtype, detail, name or collective, first_round))
 
     def _movement(self, collective: str, n_elements: int, dtype: DType, detail: Any, name: str, first_round: int) -> Program:
-        schedule = self.schedule(collective, n_elements, detail, dtype.itemsize)
-        call = Call(
-            name, None, kind_code(dtype), self._order, n_elements, _detail(collective, detail), self._tuner.topology.code << 8, self._epoch
-        )
+        schedule = self.schedule(collective, n_elements, detail, dtype)
+        code = self._choose(collective, n_elements, detail, dtype).code
+        call = Call(name, None, kind_code(dtype), self._order, n_elements, _detail(collective, detail), code, self._epoch)
         return self._bind(schedule, call, dtype, None, first_round)
 
-    def schedule(self, collective: str, n_elements: int, detail: Any, itemsize: int) -> Schedule:
+    def schedule(self, collective: str, n_elements: int, detail: Any, dtype: DType) -> Schedule:
         """What this rank does in `collective`."""
-        place, order, segment = self._place, self._order, self._tuner.segment(itemsize)
-        n = place.world_size
+        choice, order = self._choose(collective, n_elements, detail, dtype), self._order
+        place, segment = choice.topology.place(self._place.rank, self._place.world_size), choice.segment
+        moving = _moving(choice, _extent(collective, n_elements, detail))
         builders: dict[str, Callable[[], Schedule]] = {
             "reduce": lambda: collectives.reduce(place, n_elements, order, segment, detail),
             "reduce_scatter": lambda: collectives.reduce_scatter(place, detail, order, segment),
-            "broadcast": lambda: collectives.broadcast(place, n_elements, self._moving(itemsize, n_elements), detail),
-            "all_gather": lambda: collectives.all_gather(place, detail, self._moving(itemsize, n_elements)),
-            "barrier": lambda: collectives.all_gather(place, [0] * n, segment),
-            "gather": lambda: collectives.gather(place, detail[1], self._moving(itemsize, n_elements), detail[0]),
-            "scatter": lambda: collectives.scatter(place, detail[1], self._moving(itemsize, n_elements), detail[0]),
-            "all_to_all": lambda: collectives.all_to_all(place, detail, self._moving(itemsize, n_elements)),
+            "broadcast": lambda: collectives.broadcast(place, n_elements, moving, detail),
+            "all_gather": lambda: collectives.all_gather(place, detail, moving),
+            "barrier": lambda: collectives.all_gather(place, [0] * place.world_size, segment),
+            "gather": lambda: collectives.gather(place, detail[1], moving, detail[0]),
+            "scatter": lambda: collectives.scatter(place, detail[1], moving, detail[0]),
+            "all_to_all": lambda: collectives.all_to_all(place, detail, moving),
         }
         return builders[collective]()
 
-    def _moving(self, itemsize: int, n_elements: int) -> int:
-        """Segments for data that only moves: whole on a mesh; elsewhere short enough that what passes through stays small."""
-        if self._tuner.topology.name == "mesh":
-            return collectives.WHOLE
-        return min(self._tuner.segment(itemsize), max(1, n_elements // 16))
+    def _choose(self, collective: str, n_elements: int, detail: Any, dtype: DType) -> Choice:
+        """What all ranks choose alike: from counts that all know, and not from the width of a dtype in which they may differ."""
+        itemsize = _NOMINAL.get(kind_code(dtype), dtype.itemsize)
+        return self._tuner.choose(collective, _extent(collective, n_elements, detail) * itemsize, itemsize)
+
+    def _build(self, choice: Choice, n_elements: int) -> Schedule:
+        place = choice.topology.place(self._place.rank, self._place.world_size)
+        return choice.topology.variants[choice.variant].build(place, n_elements, self._order, choice.segment)
 
     def all_reduce_schedule(self, n_elements: int, itemsize: int) -> Schedule:
-        choice = self._tuner.all_reduce(n_elements, itemsize)
-        return choice.topology.variants[choice.variant].build(self._place, n_elements, self._order, choice.segment)
+        return self._build(self._tuner.all_reduce(n_elements, itemsize), n_elements)
 
     def _cached(self, key: Any, make: Callable[[], Program]) -> Program:
         return self.programs.get(key) or self._keep(key, make)
@@ -135,10 +137,30 @@ class Planner:
         folds = None if call.op is None else fold_functions(call.op, dtype)
         return Program(schedule, call, dtype, folds, self._pipes, self._scratch, raw, first_round)
 
+    def drop(self) -> None:
+        """Forget all programs: the next call of each shape asks the tuner again. On every rank alike."""
+        self._drop()
+
     def _drop(self) -> None:
         self._counters.harvest()
         self._counters.programs.clear()
         self.programs.clear()
+
+
+def _extent(collective: str, n_elements: int, detail: Any) -> int:
+    """Elements of the buffer, or of the largest share: known to every rank, also where the shares are uneven."""
+    if collective == "all_to_all":
+        return max(map(sum, detail))
+    if collective in ("all_gather", "gather"):
+        return int(max(detail if collective == "all_gather" else detail[1]))
+    return n_elements
+
+
+def _moving(choice: Choice, n_elements: int) -> int:
+    """Segments for data that only moves: whole on a mesh; elsewhere short enough that what passes through stays small."""
+    if choice.topology.name == "mesh":
+        return collectives.WHOLE
+    return min(choice.segment, max(1, n_elements // 16))
 
 
 def _detail(collective: str, detail: Any) -> int:

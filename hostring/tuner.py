@@ -1,20 +1,32 @@
-"""Which schedule for which size. All schedules of one order give the same bits, so this is only about time."""
+"""Which schedule for which size. All schedules of one order give the same bits, so this is only about time.
+
+What a group uses is a table of thresholds by collective, the same on every rank: the one below, or one that rank 0 made
+from measurements and handed to all (see `tuning`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import lru_cache
+from typing import Any, Final
 
-from .topologies import TOPOLOGIES, Topology, check_order
+from . import closed_forms
+from .network import Network, ethernet
+from .rules import TUNED, Rules, Way, read_rules
+from .topologies import TOPOLOGIES, Topology
 
 SEGMENT_NBYTES: Final = 1 << 18  # fits the second-level cache twice, so that it is folded while hot
-_ONE_SHOT_NBYTES: Final = 1 << 15
-_RELAY_NBYTES: Final = 1 << 14
+WHOLE: Final = 1 << 62
+ONE_HOST_NBYTES: Final = {2: 1 << 19, 3: 1 << 17, 4: 1 << 17}  # up to which one round beats two on one machine, by world size
+_ONE_HOST_MANY: Final = 1 << 15  # for more ranks
+_SMALL: Final = {"mesh": "one_shot", "ring": "relay"}  # the variants with the fewest rounds
+_SIZES: Final = tuple(1 << k for k in range(6, 21))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A topology, one of its all-reduce variants, and the segment length in elements."""
+    """A topology, one of its all-reduce variants ("" for another collective), and the segment length in elements."""
 
     topology: Topology
     variant: str
@@ -22,48 +34,139 @@ class Choice:
 
     @property
     def code(self) -> int:
-        return self.topology.code << 8 | self.topology.variants[self.variant].code
+        """Its number on the wire: ranks that chose differently must not take each other's messages."""
+        return self.topology.code << 8 | (self.topology.variants[self.variant].code if self.variant else 0)
+
+    @property
+    def name(self) -> str:
+        return f"{self.topology.name}/{self.variant}" if self.variant else self.topology.name
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Up to this many bytes, this. `segment_nbytes` 0 is `Tuner.segment`."""
+
+    upto: int
+    topology: str
+    variant: str
+    segment_nbytes: int = 0
+
+
+Table = Mapping[str, Sequence[Threshold]]
 
 
 class Tuner:
     """Chooses the same on every rank: only what all ranks know goes in.
 
     Args:
-        topology: "auto" or a name; the links that the group has.
+        topology: "auto", a name, or rules: see the module `rules`.
         order: the group's fold order.
+
+    Attributes:
+        topology: whose links the group has. allowed: what may be used, by collective.
+        table: see `Table`. source: where it is from, for people.
+        explain: called once per collective and size with what was chosen, where somebody wants to know.
     """
 
     def __init__(self, topology: str, order: str, world_size: int) -> None:
-        check_order(topology, order)
-        self.topology = TOPOLOGIES["mesh" if topology == "auto" else topology]
-        self._order, self._world_size = order, world_size
-        self._variants = self.topology.variants_for(order)
-        self._forced: Choice | None = None
+        self.rules = read_rules(topology, order)
+        self.topology = TOPOLOGIES[self.rules.links]
+        self.order, self.world_size = order, world_size
+        self.allowed: dict[str, list[Way]] = {c: self.rules.allowed(c, order, world_size) for c in TUNED}
+        self.table: Table = default_table(self.rules, order, world_size, one_host=True)
+        self.source = "defaults"
+        self.explain: Callable[[str, int, Choice], None] | None = None
+        self._explained: set[tuple[str, int]] = set()
+        self._forced: dict[str, tuple[Way, int]] = {}
 
-    def force(self, variant: str, segment: int) -> None:
-        """Always choose this, for proofs and measurements. On every rank alike, before its first all-reduce.
+    def adopt(self, table: Table, source: str) -> None:
+        """Use `table` from now on. On every rank alike, while no call is under way, and programs made before must go.
 
         Raises:
-            ValueError: the topology has no such variant that holds the order.
+            ValueError: it names what this group may not use.
         """
-        if variant not in self._variants:
-            raise ValueError(f"variant={variant!r} of {self.topology.name} can't hold order={self._order!r}; use {' or '.join(self._variants)}")
-        self._forced = Choice(self.topology, variant, segment)
+        for collective, thresholds in table.items():
+            for t in thresholds:
+                if (t.topology, t.variant) not in self.allowed.get(collective, []):
+                    raise ValueError(f"{source}: {t.topology}/{t.variant} is not allowed for {collective} in this group")
+        self.table, self.source = {**self.table, **table}, source
+
+    def force(self, variant: str, segment: int) -> None:
+        """Always use this for all-reduces, for proofs and measurements. On every rank alike, before its first all-reduce.
+
+        Args:
+            variant: of the group's own topology, or "topology/variant".
+            segment: in elements.
+
+        Raises:
+            ValueError: no such variant that holds the order, or no links for it.
+        """
+        topology, _, name = variant.rpartition("/")
+        self.force_way("all_reduce", (topology or self.topology.name, name), segment)
+
+    def force_way(self, collective: str, way: Way, segment: int) -> None:
+        """The same for any collective."""
+        if way not in self.allowed[collective]:
+            able = " or ".join("/".join(filter(None, w)) for w in self.allowed[collective])
+            raise ValueError(f"variant={way[1]!r} of {way[0]} can't hold order={self.order!r} on {self.topology.name} links; use {able}")
+        self._forced[collective] = (way, segment)
+
+    def release(self) -> None:
+        """Undo `force`."""
+        self._forced.clear()
 
     def all_reduce(self, n_elements: int, itemsize: int) -> Choice:
         """The schedule for an all-reduce of `n_elements` of `itemsize` bytes on the wire."""
-        if self._forced is not None:
-            return self._forced
-        nbytes = n_elements * itemsize
-        segment = max(1, SEGMENT_NBYTES // itemsize)
-        return Choice(self.topology, self._variant(nbytes), segment)
+        return self.choose("all_reduce", n_elements * itemsize, itemsize)
 
-    def _variant(self, nbytes: int) -> str:
-        small = {"mesh": "one_shot", "ring": "relay"}.get(self.topology.name)
-        if small in self._variants and (nbytes <= (_RELAY_NBYTES if small == "relay" else _ONE_SHOT_NBYTES) or len(self._variants) == 1):
-            return small
-        return next((v for v in self._variants if v != small), self._variants[0])
+    def choose(self, collective: str, nbytes: int, itemsize: int) -> Choice:
+        """The schedule for any collective.
+
+        Args:
+            nbytes: of the buffer of all_reduce, reduce, broadcast, reduce_scatter, scatter and all_to_all; of one rank's
+                share of all_gather and gather. Must be the same on every rank.
+            itemsize: bytes of one element, the same on every rank.
+        """
+        if collective in self._forced:
+            (topology, variant), segment = self._forced[collective]
+            return Choice(TOPOLOGIES[topology], variant, segment)
+        threshold = next(t for t in self.table[collective] if nbytes <= t.upto)
+        segment = max(1, threshold.segment_nbytes // itemsize) if threshold.segment_nbytes else self.segment(itemsize)
+        choice = Choice(TOPOLOGIES[threshold.topology], threshold.variant, segment)
+        if self.explain is not None and (collective, nbytes) not in self._explained:
+            self._explained.add((collective, nbytes))
+            self.explain(collective, nbytes, choice)
+        return choice
 
     def segment(self, itemsize: int) -> int:
         """The segment length in elements for data that is forwarded or folded on its way."""
         return max(1, SEGMENT_NBYTES // itemsize)
+
+
+def default_table(rules: Rules, order: str, world_size: int, *, one_host: bool) -> Table:
+    """What to use as long as nothing was measured: the links' own schedules, fewer rounds for small messages."""
+    table: dict[str, list[Threshold]] = {}
+    for collective in TUNED:
+        ways = rules.allowed(collective, order, world_size)
+        topology = ways[0][0]
+        variants = [v for t, v in ways if t == topology]
+        small = _SMALL.get(topology) if collective == "all_reduce" else None
+        large = next((v for v in variants if v != small), variants[0])
+        table[collective] = [Threshold(WHOLE, topology, large)]
+        if small in variants and small != large:
+            upto = _few_rounds_nbytes(small, large, world_size, one_host)
+            table[collective].insert(0, Threshold(upto, topology, small))
+    return table
+
+
+@lru_cache(maxsize=256)
+def _few_rounds_nbytes(small: str, large: str, world_size: int, one_host: bool) -> int:
+    """Up to which size the variant with fewer rounds is the quicker one."""
+    if one_host:
+        return ONE_HOST_NBYTES.get(world_size, _ONE_HOST_MANY)
+    network: Network = ethernet(max(2, world_size))
+
+    def cost(variant: str, nbytes: int) -> Any:
+        return closed_forms.all_reduce(variant, network, nbytes, SEGMENT_NBYTES).seconds
+
+    return max((n for n in _SIZES if cost(small, n) <= cost(large, n)), default=0)
