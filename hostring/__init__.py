@@ -74,7 +74,8 @@ def init(
         world_size: number of ranks.
         topology: auto, mesh, ring, star or tree. Never changes a bit of a result; "auto" picks by size.
         order: rank, ring or tree, the declared fold order, part of the group's contract.
-        transport: auto, tcp, unix, or memory for ranks that are threads of one process.
+        transport: auto (shared memory within a host, TCP between hosts), tcp, unix, shm, or memory for ranks that are threads of one
+            process.
         timeout: seconds for start-up, and for each operation unless it says otherwise. 120 by default.
         rejoin: come back into a group whose survivors call `rebuild`, as the process that is to be rank `rank`.
             By default when `HOSTRING_REJOIN=1`.

@@ -73,11 +73,19 @@ def numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is a loopback address, or a name that always means one."""
+    """Whether `host` is a loopback address, a name that always means one, or a UNIX socket that is seen where loopback is."""
+    if host.startswith("@"):
+        return True
     address = numeric(host)
     if address is not None:
         return address.is_loopback
     return host.lower().rstrip(".") in ("localhost", "ip6-localhost", "ip6-loopback") or host.lower().endswith(".localhost")
+
+
+def is_here(host: str) -> bool:
+    """Whether `host` is an address of this host."""
+    own = {i.host for i in interfaces()}
+    return is_loopback(host) or any(found in own or is_loopback(found) for found in resolve(host))
 
 
 def resolve(host: str) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hostring.addresses import Address, any_host, hosts_to_bind, is_loopback, resolve
+from hostring.addresses import Address, any_host, hosts_to_bind, is_here, is_loopback, listen, resolve
 from hostring.config import Config, Ring
 from hostring.elastic import Regrouping, Seat
 from hostring.errors import RendezvousError
@@ -20,7 +20,7 @@ from hostring.handshake import KINDS, Hello
 from hostring.hosting import open_store
 from hostring.link import Link
 from hostring.member import Member, this_member
-from hostring.rendezvous import Progress, exchange, linger
+from hostring.rendezvous import Progress, exchange, linger, names
 from hostring.roster import Entry, Roster
 from hostring.store import Store
 
@@ -37,7 +37,7 @@ Wire = tuple[int, str]
 Exchange = Callable[[bytes], list[bytes]]
 """Publishes this rank's bytes and returns those of all ranks, by rank."""
 
-TRANSPORTS = ("auto", "memory", "tcp", "unix")
+TRANSPORTS = ("auto", "memory", "shm", "tcp", "unix")
 
 
 @dataclass
@@ -166,6 +166,8 @@ def connect(
     """
     if config.transport not in TRANSPORTS:
         raise ValueError(f"transport={config.transport!r} is none of {', '.join(TRANSPORTS)}")
+    if config.transport == "shm" and (why := _transport("shm").unsupported()):
+        raise ValueError(f"transport='shm': {why}; use transport='auto'")
     if not 0 <= config.rank < config.world_size:
         raise ValueError(f"rank {config.rank} is not in 0…{config.world_size - 1} (world_size {config.world_size})")
     if config.ring is not None and config.transport not in ("auto", "tcp"):
@@ -218,6 +220,7 @@ class _Forming:
         self.neighbours = neighbours
         self.contract = contract
         self.transport = "tcp" if config.transport == "auto" else config.transport
+        self.shares = config.transport in ("auto", "shm") and not _transport("shm").unsupported()
         self.deadline = time.monotonic() + config.timeout
         self.progress = Progress(config.rank, self.deadline)
         self.store: Store | None = None
@@ -255,7 +258,7 @@ class _Forming:
             self._meet(group, roster.identity)
         else:
             self._warn_if_open(hosts, self.rank == 0)
-            dials = {peer: roster.addresses_of(peer) for peer in range(self.rank)}
+            dials = {peer: self._preferred(roster.addresses_of(peer)) for peer in range(self.rank)}
             self._wire(group, roster.hello(group.epoch), self._wires(), dials)
         return group
 
@@ -279,7 +282,9 @@ class _Forming:
             dials, accepts = (wires, []) if self.rank == 1 else ([], wires)
         else:
             dials, accepts = [wire for wire in wires if wire[0] == right], [wire for wire in wires if wire[0] == left]
-        for peer, hello in self._wire(group, roster.hello(0), wires, {right: addresses}, dials, accepts).items():
+        if is_here(ring.right_ip):
+            addresses.append((_beside(ring.right_port), 0))
+        for peer, hello in self._wire(group, roster.hello(0), wires, {right: self._preferred(addresses)}, dials, accepts).items():
             members[peer] = hello.member
         return group
 
@@ -331,24 +336,41 @@ class _Forming:
         """Open this rank's listeners, before anybody is told of them."""
         if self.transport == "memory":
             return []
-        transport = _transport(self.transport)
-        if self.transport == "unix":
-            sock, path = transport.listen()
-            self.undo.callback(transport.remove, path)
-            self.leave.callback(transport.remove, path)
+        if self.transport in ("unix", "shm"):
+            unix = _transport("unix")
+            sock, path = unix.listen()
+            self.undo.callback(unix.remove, path)
+            self.leave.callback(unix.remove, path)
             self._own(sock)
             return [(path, 0)]
-        reasons = []
+        reasons, near = [], self._listen_near(port)
         for host in hosts:
             try:
-                self._own(transport.listen(host, port))
+                self._own(listen(host, port))
             except OSError as exc:
                 reasons.append(f"{host} port {port}: {exc}" if port else f"{host}: {exc}")
                 log.info("hostring: rank %d can't listen on %s", self.rank, reasons[-1])
-        if not self.listeners:
+        bound = [sock.getsockname() for sock in self.listeners if isinstance(sock.getsockname(), tuple)]
+        if not bound:
             raise RendezvousError(f"rank {self.rank} can listen on none of its addresses ({'; '.join(reasons)})")
-        names = [sock.getsockname() for sock in self.listeners]
-        return [(host, name[1]) for host in hosts for name in names if name[0] == host.partition("%")[0]]
+        return [*((host, name[1]) for host in hosts for name in bound if name[0] == host.partition("%")[0]), *near]
+
+    def _listen_near(self, port: int) -> list[Address]:
+        """A second way in, for ranks of this host: memory can only be passed over a UNIX socket."""
+        name = _beside(port)
+        if not self.shares:
+            return []
+        try:
+            self._own(_transport("unix").listen_without_a_file(name[1:]))
+        except OSError as exc:
+            log.info("hostring: rank %d offers no shared memory: %s", self.rank, exc)
+            return []
+        return [(name, 0)]
+
+    def _preferred(self, addresses: Sequence[Address]) -> list[Address]:
+        """Ways to shared memory come first, unless this rank wants none."""
+        near = [address for address in addresses if address[0].startswith("@")]
+        return [*(near if self.shares else []), *(address for address in addresses if address not in near)]
 
     def _own(self, sock: socket.socket) -> None:
         self.undo.callback(sock.close)
@@ -398,12 +420,31 @@ class _Forming:
             deadline=self.deadline,
             progress=self.progress,
         )
-        transport = _transport(self.transport)
-        for (peer, kind), sock in wiring.run().items():
-            getattr(group, kind)[peer] = transport.wrap(sock, peer, self.config.timeout)
+        sockets = wiring.run()
+        for sock in sockets.values():
+            self.undo.callback(sock.close)
+        shared = self._share(sockets, wiring.dials)
+        for wire, sock in sockets.items():
+            name = "unix" if sock.family == getattr(socket, "AF_UNIX", None) else "tcp"
+            getattr(group, wire[1])[wire[0]] = shared.get(wire) or _transport(name).wrap(sock, wire[0], self.config.timeout)
         for listener in self.listeners:
             listener.close()
         return wiring.hellos
+
+    def _share(self, sockets: Mapping[Wire, socket.socket], dialled: Sequence[Wire]) -> dict[Wire, Link]:
+        """Links through shared memory, where there can be some. Control frames are few, and interrupt sleeps: they need none."""
+        if not self.shares:
+            return {}
+        near = {wire: sock for wire, sock in sockets.items() if wire[1] != "control" and sock.family == socket.AF_UNIX}
+        links: dict[Wire, Link] = _transport("segment").share(near, dialled, self.deadline)
+        if self.transport == "shm" and (without := sorted({peer for peer, _ in near.keys() - links.keys()})):
+            raise RendezvousError(f"rank {self.rank} can't share memory with {names(without)}; use transport='auto' or 'unix'", without[0])
+        return links
+
+
+def _beside(port: int) -> str:
+    """The name of the UNIX socket beside a TCP listener; one that nobody can guess when the port is 0."""
+    return f"@hostring-{port or os.urandom(8).hex()}"
 
 
 def _transport(name: str) -> Any:

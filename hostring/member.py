@@ -28,7 +28,8 @@ class Member:
         pid: process id on its machine.
         cores: usable CPU numbers, ascending: what the affinity mask leaves.
         cpu_quota: CPUs that the control group allows, which may be a fraction; None without a limit.
-        addresses: where its listener waits, as (host, port), best first; a host starting with "/" is a UNIX path.
+        addresses: where its listener waits, as (host, port), best first; a host starting with "/" is a UNIX path,
+            one starting with "@" the name of a UNIX socket that is no file.
         software: versions.
         isa: instruction set.
     """

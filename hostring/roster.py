@@ -128,8 +128,8 @@ class Roster:
         if mine.net_id == theirs.net_id:
             return
         where = f"rank {self.mine.rank} is on {mine.hostname}, rank {rank} on {theirs.hostname}"
-        if self.mine.transport == "unix":
-            raise HandshakeError(f"transport='unix' needs all ranks on one host; {where}", rank)
+        if self.mine.transport in ("unix", "shm"):
+            raise HandshakeError(f"transport={self.mine.transport!r} needs all ranks on one host; {where}", rank)
         for member, who in ((mine, self.mine.rank), (theirs, rank)):
             if member.addresses and all(is_loopback(host) for host, _ in member.addresses):
                 raise RendezvousError(

@@ -297,4 +297,4 @@ def _flat(buffer: Any) -> memoryview:
     if isinstance(buffer, np.ndarray):  # memoryview refuses dtypes that numpy was taught by others
         buffer = buffer.reshape(-1).view(np.uint8)
     view = memoryview(buffer)
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    return view.cast("B") if view.nbytes else memoryview(bytearray())  # cast refuses an empty view

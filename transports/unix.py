@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
+import sys
 import tempfile
 
 from hostring.transports.tcp import SocketLink
@@ -38,6 +40,25 @@ def listen(backlog: int = 1024) -> tuple[socket.socket, str]:
         remove(path)
         raise
     return sock, path
+
+
+def listen_without_a_file(name: str, backlog: int = 1024) -> socket.socket:
+    """The same under a name that ends with the process and is seen where its loopback addresses are (Linux only).
+
+    Raises:
+        OSError: the name is taken, or the system has no such names.
+    """
+    if sys.platform != "linux":
+        raise OSError(errno.EAFNOSUPPORT, f"{sys.platform} has no UNIX sockets without a file")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(f"\0{name}")
+        sock.listen(backlog)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def remove(path: str) -> None:
