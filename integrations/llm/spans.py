@@ -38,7 +38,9 @@ class Span:
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    operations = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
