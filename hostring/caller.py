@@ -211,6 +211,14 @@ class Caller:
         return number
 
 
+def check_tag(tag: Any) -> int:
+    """`tag` as a plain int. Raises `ValueError` for one that has no place in a header."""
+    number = operator.index(tag)
+    if not 0 <= number < 1 << 64:
+        raise ValueError(f"tag={tag} is not in 0 … 2**64 - 1")
+    return number
+
+
 def check_out(collective: str, out: Any, n_elements: int, dtype: DType) -> None:
     """Refuse an `out` that can't take the result, before a byte moves."""
     if out is None:

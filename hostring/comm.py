@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .caller import NOTHING, Caller, check_out
+from .caller import NOTHING, Caller, check_out, check_tag
 from .counters import STAGE
 from .dtypes import BY_NAME, Array, DType, carrier, check_op, wire_dtype
 from .errors import CollectiveMismatch, HostringError
@@ -356,14 +356,14 @@ class Comm(Caller):
 
         Two ranks may both send first. Returns None, or a `Work` with `async_op`, which progresses without `wait`.
         """
-        dst = self._check_peer(dst, "dst")
+        dst, tag = self._check_peer(dst, "dst"), check_tag(tag)
         self._alive()
         adapter = adapter_for(x)
-        view = adapter.view(x)
-        data = np.empty(math.prod(x.shape), adapter.dtype(x)) if view is None else view
+        dtype, view = adapter.dtype(x), adapter.view(x)
+        data = np.empty(math.prod(x.shape), dtype) if view is None else view
         if view is None:
             adapter.to_wire(x, data)
-        work = self._messenger.send(data, dst, tag, self.timeout if timeout is None else timeout, async_op)
+        work = self._messenger.send(data, dst, tag, self.timeout if timeout is None else timeout, async_op, owner=x)
         return work if async_op else self._finish(work)
 
     def recv(self, x: Any, src: int | None = None, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
@@ -377,10 +377,11 @@ class Comm(Caller):
         """
         if src is not None:
             src = self._check_peer(src, "src")
+        tag = check_tag(tag)
         self._alive()
         adapter = adapter_for(x)
-        view = adapter.view(x)
-        data = np.empty(math.prod(x.shape), adapter.dtype(x)) if view is None else view
+        dtype, view = adapter.dtype(x), adapter.view(x)
+        data = np.empty(math.prod(x.shape), dtype) if view is None else view
         put_back = None if view is not None else lambda: adapter.from_wire(data, x)
         work = self._messenger.recv(
             data, src, tag, self.timeout if timeout is None else timeout, x if view is not None else None, put_back, async_op

@@ -31,7 +31,7 @@ _SPINS: Final = 200
 class MessageWork(Work):
     """A send or a receive under way. `src` is the rank that a receive was served by, once it is done."""
 
-    __slots__ = ("_convert", "deadline", "into", "put_back", "result", "seconds", "src", "tag", "wanted")
+    __slots__ = ("deadline", "into", "owner", "put_back", "result", "seconds", "src", "tag", "wanted")
 
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__(what)
@@ -42,6 +42,7 @@ class MessageWork(Work):
         self.src: int | None = None
         self.tag = 0
         self.result: Any = None
+        self.owner: Any = None  # of the memory that is being sent, which a view of a tensor doesn't keep alive
         self.put_back: Callable[[], Any] | None = None
 
     def deliver(self, src: int, body: Array | None) -> None:
@@ -85,11 +86,11 @@ class Messenger:
         self._cause: HostringError | None = None
         self._sleeping = False
 
-    def send(self, data: Array, dst: int, tag: int, seconds: float, background: bool = False) -> MessageWork:
+    def send(self, data: Array, dst: int, tag: int, seconds: float, background: bool = False, owner: Any = None) -> MessageWork:
         """Queue a flat array for `dst`. As much as the link takes is sent at once."""
         peer = self._peer(dst)
         work = MessageWork(f"send to rank {dst}, tag {tag}", seconds)
-        work.wanted, work.tag = dst, tag
+        work.wanted, work.tag, work.owner = dst, tag, data if owner is None else owner
         with self._mutex:
             header = message_header(tag, peer.sent, data.size, CODES[data.dtype], data.nbytes, self._epoch)
             peer.sent += 1
@@ -294,6 +295,7 @@ class Messenger:
                 buffers[0] = buffers[0][taken:]
                 continue
             peer.outgoing.popleft()
+            work.owner = None
             work.finish()
         return progress
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from .casting import copy, fresh, register_cast
-from .dtypes import BY_NAME, FLOAT32, Array, DType
+from .dtypes import BY_NAME, CODES, DTYPES, FLOAT32, Array, DType, name_of
 
 _MOST_REMEMBERED: Final = 64
 
@@ -62,7 +62,8 @@ class NumpyAdapter(Adapter):
         return np.empty(shape, self.dtype(x))
 
     def dtype(self, x: Array) -> DType:
-        return x.dtype if x.dtype.isnative else x.dtype.newbyteorder("=")
+        code = CODES.get(x.dtype)
+        return BY_NAME[name_of(x.dtype.newbyteorder("="))] if code is None else DTYPES[code]
 
     def to_wire(self, x: Array, wire: Array) -> None:
         copy(wire.reshape(x.shape), x)
