@@ -42,7 +42,7 @@ class HandshakeError(HostringError, ConnectionError):
 
 
 class RendezvousError(HostringError, ConnectionError):
-    """The ranks could not find each other in time. The message names who is missing."""
+    """The ranks could not find each other in time. The message names who is missing; `rank` is the first of them."""
 
 
 class GroupClosedError(HostringError):

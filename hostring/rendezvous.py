@@ -134,7 +134,7 @@ class _Collecting:
         while missing := self._missing():
             left = self.deadline - time.monotonic()
             if left <= 0:
-                raise RendezvousError(self._in_vain(missing))
+                raise RendezvousError(self._in_vain(missing), missing[0])
             try:
                 self._take(missing[0], min(left, self.progress.until_due(), 1.0))
             except TimeoutError:

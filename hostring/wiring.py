@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hostring.addresses import Address, join_address, scope_id
 from hostring.errors import HandshakeError, HostringError, RendezvousError
 from hostring.handshake import HELLO_LIMIT, HELLO_SECONDS, Hello, Protocol, RefusedError, accept, compare_contracts, dial
-from hostring.message import PREFIX, checked_nbytes, framed
+from hostring.message import framed
 from hostring.rendezvous import Progress, names
+from hostring.streams import accept_all, end, receive, send
 
 log = logging.getLogger("hostring")
 
@@ -91,24 +93,26 @@ class Wiring:
 
     async def _main(self, stop: asyncio.Event) -> None:
         self._changed = asyncio.Event()
-        tasks = [asyncio.ensure_future(self._accept(listener)) for listener in self.listeners]
+        endings = [accept_all(listener, self._accepted) for listener in self.listeners]
         by_peer: dict[int, list[str]] = {}
         for peer, kind in self.dials:
             by_peer.setdefault(peer, []).append(kind)
-        tasks += [asyncio.ensure_future(self._guard(self._dial_all(peer, kinds))) for peer, kinds in by_peer.items()]
+        tasks = [asyncio.ensure_future(self._guard(self._dial_all(peer, kinds))) for peer, kinds in by_peer.items()]
         tasks.append(asyncio.ensure_future(self._stopped(stop)))
         try:
             while self._missing and self._failure is None and not stop.is_set():
                 left = self.deadline - time.monotonic()
                 if left <= 0:
-                    raise RendezvousError(self._in_vain())
+                    raise RendezvousError(self._in_vain(), min(peer for peer, _ in self._missing))
                 self._changed.clear()
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), min(left, 0.5, max(0.05, self.progress.until_due())))
                 if self._missing:
                     self.progress.waits(*self._state())
         finally:
-            await _end([*tasks, *self._greetings])
+            for end_accepting in endings:
+                end_accepting()
+            await end([*tasks, *self._greetings])
         if self._failure is not None:
             raise self._failure
 
@@ -139,32 +143,28 @@ class Wiring:
         text = f"rank {self.hello.rank} has no link with {names(peers)} at the deadline"
         return f"{text} ({'; '.join(tried)})" if tried else f"{text}; nobody dialled from there: is a firewall between the hosts?"
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, who = await loop.sock_accept(listener)
-            except OSError:  # out of descriptors, or the caller was gone before we came: neither lasts
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._greetings) >= STRANGERS_LIMIT:
-                self._greetings.popitem(last=False)[0].cancel()
-            task = asyncio.ensure_future(self._greet(sock, str(who or "this host")))
-            self._greetings[task] = None
-            task.add_done_callback(lambda done: self._greetings.pop(done, None))
+    def _accepted(self, sock: socket.socket, who: str) -> None:
+        if len(self._greetings) >= STRANGERS_LIMIT:  # the one that has kept silent longest makes room
+            self._greetings.popitem(last=False)[0].cancel()
+        task = asyncio.ensure_future(self._greet(sock, who))
+        self._greetings[task] = None
+        task.add_done_callback(functools.partial(self._greeted, sock))
+
+    def _greeted(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        """Here and not in `_greet`, which never runs when it is cancelled at once."""
+        self._greetings.pop(task, None)
+        if sock not in self.sockets.values():
+            sock.close()
 
     async def _greet(self, sock: socket.socket, who: str) -> None:
-        kept = False
         try:
-            sock.setblocking(False)
             protocol = accept(self._own, self._admit, self.secret)
             theirs, verdict = await asyncio.wait_for(_converse(protocol, sock), HELLO_SECONDS)
             wire = theirs.rank, theirs.kind
             if old := self.sockets.get(wire):
                 old.close()
             self._keep(sock, theirs)
-            kept = True
-            await asyncio.wait_for(_send(sock, verdict), HELLO_SECONDS)
+            await asyncio.wait_for(send(sock, verdict), HELLO_SECONDS)
             compare_contracts(self.hello.rank, self.hello.contract, theirs.rank, theirs.contract)
         except RefusedError as exc:
             self._drop(who, str(exc))
@@ -175,9 +175,6 @@ class Wiring:
             self._fail(exc)
         except (OSError, EOFError, ValueError, asyncio.TimeoutError) as exc:
             self._drop(who, str(exc) or f"silent for {HELLO_SECONDS:.0f} s")
-        finally:
-            if not kept:
-                sock.close()
 
     def _drop(self, who: str, why: str) -> None:
         self._dropped += 1
@@ -231,16 +228,20 @@ class Wiring:
         queue = list(addresses)
         try:
             while queue or running:
+                stagger = STAGGER
                 if queue:
-                    running.add(asyncio.ensure_future(self._dial(peer, kind, queue.pop(0))))
-                done, running = await asyncio.wait(running, timeout=STAGGER if queue else None, return_when=asyncio.FIRST_COMPLETED)
+                    address = queue.pop(0)
+                    running.add(asyncio.ensure_future(self._dial(peer, kind, address)))
+                    if address[0].startswith("@"):  # on this host: it answers, or is not there at all
+                        stagger = HELLO_SECONDS
+                done, running = await asyncio.wait(running, timeout=stagger if queue else None, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     exc = task.exception()
                     if exc is None:
                         return task.result()
                     worst = exc if isinstance(exc, HandshakeError) or not isinstance(worst, HandshakeError) else worst
         finally:
-            await _end(running)
+            await end(running)
         return worst
 
     async def _dial(self, peer: int, kind: str, address: Address) -> Address:
@@ -268,13 +269,15 @@ class Wiring:
 
 def show(address: Address) -> str:
     """For messages."""
-    return address[0] if address[0].startswith("/") else join_address(*address)
+    return address[0] if address[0].startswith(("/", "@")) else join_address(*address)
 
 
 def _target(address: Address) -> tuple[socket.AddressFamily, Any]:
     host, port = address
     if host.startswith("/"):
         return socket.AF_UNIX, host
+    if host.startswith("@"):
+        return socket.AF_UNIX, f"\0{host[1:]}"
     if ":" in host:
         bare, _, scope = host.partition("%")
         return socket.AF_INET6, (bare, port, 0, scope_id(scope))
@@ -286,16 +289,6 @@ async def _connect(sock: socket.socket, target: Any) -> None:
     await asyncio.get_running_loop().sock_connect(sock, target)
     if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():  # Linux may connect a free local port to itself
         raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
-
-
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel `tasks` until all have ended: wait_for swallows a cancellation that comes together with its result."""
-    left = {task for task in tasks if not task.done()}
-    while left:
-        for task in left:
-            task.cancel()
-        _, left = await asyncio.wait(left, timeout=0.05)
-    await asyncio.gather(*tasks, return_exceptions=True)  # their exceptions count as seen
 
 
 def _is_dead(sock: socket.socket) -> bool:
@@ -312,28 +305,8 @@ async def _converse(protocol: Protocol, sock: socket.socket) -> tuple[Hello, byt
         out = next(protocol)
         while True:
             if out:
-                await _send(sock, out)
-            out = protocol.send(await _receive(sock))
+                await send(sock, out)
+            out = protocol.send(await receive(sock, HELLO_LIMIT))
     except StopIteration as stop:  # can't leave a coroutine by itself
         result: tuple[Hello, bytes] = stop.value
         return result
-
-
-async def _send(sock: socket.socket, data: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, framed(data))
-
-
-async def _receive(sock: socket.socket) -> bytes:
-    return await _read(sock, checked_nbytes(await _read(sock, PREFIX.size), HELLO_LIMIT))
-
-
-async def _read(sock: socket.socket, nbytes: int) -> bytes:
-    """Exactly `nbytes`: what comes after the hello belongs to the link."""
-    loop = asyncio.get_running_loop()
-    data = b""
-    while len(data) < nbytes:
-        more = await loop.sock_recv(sock, nbytes - len(data))
-        if not more:
-            raise EOFError("closed in the middle of the hello")
-        data += more
-    return data
