@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -13,8 +14,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from hostring.message import PREFIX, checked_nbytes, framed, pack, prove, proves, unpack
+from hostring.message import pack, prove, proves, typed, unpack
 from hostring.store_client import MESSAGE_LIMIT, WAIT_SLICE
+from hostring.streams import accept_all, end, receive, send
 
 log = logging.getLogger("hostring")
 
@@ -29,6 +31,7 @@ MEMORY_LIMIT = 1 << 28
 """Bytes of all values together."""
 
 CLIENTS_REMEMBERED = 4096
+ANSWERS_REMEMBERED = 16
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -53,8 +56,8 @@ class StoreServer:
         self._counters: dict[str, int] = {}
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}
         self._answers: OrderedDict[bytes, OrderedDict[int, Any]] = OrderedDict()
-        self._strangers: OrderedDict[asyncio.StreamWriter, None] = OrderedDict()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: OrderedDict[asyncio.Task[None], None] = OrderedDict()
+        self._clients: set[asyncio.Task[None]] = set()
         self._loop = new_event_loop()
         self._stop = asyncio.Event()
         ready = threading.Event()
@@ -73,89 +76,81 @@ class StoreServer:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve(sockets, ready))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             ready.set()
             asyncio.set_event_loop(None)
             self._loop.close()
 
     async def _serve(self, sockets: list[socket.socket], ready: threading.Event) -> None:
-        servers = [await asyncio.start_server(self._client, sock=sock, limit=1 << 16) for sock in sockets]
+        endings = [accept_all(listener, self._accepted) for listener in sockets]
         ready.set()
         await self._stop.wait()
-        for server in servers:
-            server.close()
-        await asyncio.sleep(0)  # a connection that is being accepted becomes a task now
-        while self._tasks:  # once is not enough: wait_for swallows a cancellation that comes together with its result
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.wait(self._tasks, timeout=0.05)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(server.wait_closed() for server in servers)), 1.0)
+        for end_accepting, listener in zip(endings, sockets, strict=True):
+            end_accepting()
+            listener.close()
+        await end(self._clients)
 
-    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            if len(self._tasks) > CONNECTIONS_LIMIT:
-                return
-            client = await self._welcome(reader, writer)
-            while client is not None:
-                await self._answer(client, reader, writer)
-        except (OSError, EOFError, ValueError, asyncio.TimeoutError, asyncio.CancelledError):
-            pass  # the server closes, or the client is gone or talks nonsense; it can't expect an answer
-        finally:
-            self._tasks.discard(task)
-            self._strangers.pop(writer, None)
-            writer.transport.abort() if self._stop.is_set() else writer.close()
+    def _accepted(self, sock: socket.socket, who: str) -> None:
+        task = asyncio.ensure_future(self._client(sock, who))
+        self._clients.add(task)
+        task.add_done_callback(functools.partial(self._gone, sock))
+        self._strangers[task] = None
+        if len(self._strangers) > STRANGERS_LIMIT or len(self._clients) > CONNECTIONS_LIMIT:
+            self._strangers.popitem(last=False)[0].cancel()  # the one that has kept silent longest makes room
 
-    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
+    def _gone(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._clients.discard(task)
+        self._strangers.pop(task, None)
+        sock.close()
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            log.debug("hostring: the store lost a client: %s", exc)
+
+    async def _client(self, sock: socket.socket, who: str) -> None:
+        with contextlib.suppress(OSError, EOFError, ValueError):  # the client is gone or talks nonsense: it can't expect an answer
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client = await self._welcome(sock, who)
+            while client is not None and not self._stop.is_set():
+                await self._answer(client, sock)
+
+    async def _welcome(self, sock: socket.socket, who: str) -> bytes | None:
         """Challenge whoever connects. Returns the client's id, or None for a stranger."""
-        if len(self._strangers) >= STRANGERS_LIMIT:  # the one that has kept silent longest makes room
-            self._strangers.popitem(last=False)[0].transport.abort()
-        self._strangers[writer] = None
         greeting = pack({"hostring": "store 1", "server": self.id, "nonce": os.urandom(16)}, HELLO_LIMIT)
-        writer.write(framed(greeting))
-        who = writer.get_extra_info("peername")
+        await send(sock, greeting)
         try:
-            hello = unpack(await asyncio.wait_for(_read(reader, HELLO_LIMIT), HELLO_SECONDS))
-            client, nonce, proof = hello
-            if not isinstance(client, bytes) or not isinstance(nonce, bytes):
-                raise ValueError("no hello of the store's")
-        except (ValueError, TypeError, EOFError, asyncio.TimeoutError) as exc:
-            log.info("hostring: the store dropped a stranger at %s: %s", who, exc or type(exc).__name__)
+            hello = unpack(await asyncio.wait_for(receive(sock, HELLO_LIMIT), HELLO_SECONDS))
+            client, nonce, proof = typed(hello, 0, bytes), typed(hello, 1, bytes), typed(hello, 2, bytes)
+        except (ValueError, EOFError, asyncio.TimeoutError) as exc:
+            log.info("hostring: the store dropped a stranger at %s: %s", who, exc or "silence")
             return None
-        finally:
-            self._strangers.pop(writer, None)
         if not proves(proof, self._secret, "store client", greeting, client, nonce):
             log.warning("hostring: the store refused %s: it does not know the secret", who)
-            writer.write(framed(pack([False, "the secrets differ (HOSTRING_SECRET)"], HELLO_LIMIT)))
+            await send(sock, pack([False, "the secrets differ (HOSTRING_SECRET)"], HELLO_LIMIT))
             return None
-        writer.write(framed(pack([True, prove(self._secret, "store server", greeting, client, nonce)], HELLO_LIMIT)))
+        task = asyncio.current_task()
+        assert task is not None
+        self._strangers.pop(task, None)
+        await send(sock, pack([True, prove(self._secret, "store server", greeting, client, nonce)], HELLO_LIMIT))
         return client
 
-    async def _answer(self, client: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = unpack(await _read(reader, MESSAGE_LIMIT))
-        if not isinstance(request, list) or len(request) < 3 or not isinstance(request[0], int):
-            raise ValueError("no request of the store's")
-        number, op, *args = request
+    async def _answer(self, client: bytes, sock: socket.socket) -> None:
+        request = unpack(await receive(sock, MESSAGE_LIMIT))
+        number, op = typed(request, 0, int), typed(request, 1, str)
         given = self._answers.setdefault(client, OrderedDict())
         self._answers.move_to_end(client)
-        if number not in given:
-            try:
-                outcome = [number, True, await self._carry_out(op, args)]
-            except (ValueError, TypeError, AttributeError) as exc:
-                outcome = [number, False, str(exc)]
-            if op == "get":  # repeating it does no harm, remembering its value would cost memory
-                writer.write(framed(pack(outcome, MESSAGE_LIMIT + 64)))
-                return
+        outcome = given.get(number) or await self._outcome(number, op, request[2:])
+        if op != "get":  # repeating a get does no harm, and remembering its value would cost memory
             given[number] = outcome
-        writer.write(framed(pack(given[number], MESSAGE_LIMIT + 64)))
-        while len(given) > 16:
+        while len(given) > ANSWERS_REMEMBERED:
             given.popitem(last=False)
         while len(self._answers) > CLIENTS_REMEMBERED:
             self._answers.popitem(last=False)
+        await send(sock, pack(outcome, MESSAGE_LIMIT + 64))
+
+    async def _outcome(self, number: int, op: str, args: list[Any]) -> list[Any]:
+        try:
+            return [number, True, await self._carry_out(op, args)]
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError) as exc:
+            return [number, False, str(exc)]
 
     async def _carry_out(self, op: str, args: list[Any]) -> Any:
         if op == "set":
@@ -204,7 +199,3 @@ class StoreServer:
             raise ValueError(f"the store is full ({KEYS_LIMIT} keys)")
         if self._nbytes + nbytes > MEMORY_LIMIT:
             raise ValueError(f"the store is full ({MEMORY_LIMIT} bytes)")
-
-
-async def _read(reader: asyncio.StreamReader, limit: int) -> bytes:
-    return await reader.readexactly(checked_nbytes(await reader.readexactly(PREFIX.size), limit))
