@@ -66,6 +66,8 @@ def launch(
         with ranks.passing_signals_on():
             for rank in range(n):
                 environment = _environment(rank, n, server.port, torch_port, secret, env or {})
+                if prefix_output:  # else lines would wait in the ranks' buffers; without pipes of our own it would tear lines apart
+                    environment["PYTHONUNBUFFERED"] = "1"
                 ranks.start([sys.executable, *argv], environment, rank, prefix_output)
             return ranks.wait()
     finally:
@@ -81,7 +83,6 @@ def _environment(rank: int, n: int, port: int, torch_port: int, secret: str, ext
     return {
         "OMP_NUM_THREADS": str(threads),  # else each rank's numpy and torch would start as many threads as there are cores
         **inherited,
-        "PYTHONUNBUFFERED": "1",
         **extra,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
