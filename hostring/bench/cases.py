@@ -1,0 +1,94 @@
+"""The collectives to measure: what a rank brings, how it calls, what it must get, and what nccl-tests counts as moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from hostring.bench.truth import Array, contribution, even, folded
+
+BUS_FACTORS: Final[dict[str, Callable[[int], float]]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+    "send_recv": lambda n: 1.0,
+    "barrier": lambda n: 1.0,
+}
+"""busbw = algbw times this, as nccl-tests' PERFORMANCE.md derives it."""
+
+COLLECTIVES: Final = tuple(BUS_FACTORS)
+ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
+REDUCING: Final = ("all_reduce", "reduce", "reduce_scatter")
+DIVIDED: Final = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective at one size.
+
+    Attributes:
+        nbytes: the size as nccl-tests counts it: the buffer of all_reduce, reduce, broadcast and send_recv, the input of
+            reduce_scatter, scatter and all_to_all, the output of all_gather and gather.
+    """
+
+    collective: str
+    op: str
+    dtype: np.dtype[Any]
+    n_elements: int
+    world_size: int
+    order: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.n_elements * self.dtype.itemsize
+
+    @property
+    def brought(self) -> int:
+        """Elements that every rank brings (but `scatter`, where only the root does)."""
+        return self.n_elements // self.world_size if self.collective in ("all_gather", "gather") else self.n_elements
+
+    def algbw(self, seconds: float) -> float:
+        """GB/s."""
+        return self.nbytes / seconds / 1e9
+
+    def busbw(self, seconds: float) -> float:
+        """GB/s."""
+        return self.algbw(seconds) * BUS_FACTORS[self.collective](self.world_size)
+
+    def input(self, rank: int, seed: int) -> Array:
+        return contribution(rank, seed, self.brought, self.dtype)
+
+    def expected(self, rank: int, root: int, seed: int) -> Array | None:
+        """What `rank` must get. None: nothing."""
+        n, parts = self.world_size, even(self.n_elements, self.world_size)
+        if self.collective == "barrier":
+            return None
+        if self.collective in REDUCING:
+            if self.collective == "reduce" and rank != root:
+                return self.input(rank, seed)
+            whole = folded([self.input(r, seed) for r in range(n)], self.op, self.order, parts)
+            return whole[slice(*parts[rank])] if self.collective == "reduce_scatter" else whole
+        if self.collective == "broadcast":
+            return self.input(root, seed)
+        if self.collective == "send_recv":
+            return self.input((rank - 1) % n, seed)
+        if self.collective == "scatter":
+            return self.input(root, seed)[slice(*parts[rank])]
+        if self.collective == "all_to_all":
+            return np.concatenate([self.input(r, seed)[slice(*parts[rank])] for r in range(n)])
+        return None if self.collective == "gather" and rank != root else np.concatenate([self.input(r, seed) for r in range(n)])
+
+
+def case(collective: str, op: str, dtype: np.dtype[Any], nbytes: int, world_size: int, order: str) -> Case:
+    """The case whose size is nearest to `nbytes`: at least one element, or one for each rank, and a multiple of that."""
+    unit = world_size if collective in DIVIDED else 1
+    n_elements = 0 if collective == "barrier" else max(1, nbytes // (dtype.itemsize * unit)) * unit
+    return Case(collective, op if collective in REDUCING else "-", dtype, n_elements, world_size, order)

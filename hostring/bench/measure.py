@@ -1,0 +1,152 @@
+"""Timing: interleaved rounds, iteration counts that all ranks agree on, results that are checked before and after."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from hostring import Comm
+from hostring.bench.cases import ROOTED, Case
+from hostring.bench.contenders import Call, Contender, as_numpy
+from hostring.bench.truth import Array, count_wrong
+
+_FEWEST, _MOST = 5, 2000
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        seconds: for one point of one round. iterations: instead of that, when not None.
+        rounds: interleaved; a row's p50 is the median of the rounds' p50.
+        warmup: untimed calls before each round's.
+        check: compare results.
+    """
+
+    seconds: float = 0.1
+    iterations: int | None = None
+    rounds: int = 3
+    warmup: int = 5
+    check: bool = True
+
+
+@dataclass
+class Row:
+    """One line of the table. Times are seconds, of the slowest rank. `wrong`: elements on all ranks; None when not checked."""
+
+    contender: str
+    schedule: str
+    case: Case
+    iterations: int
+    p50: float
+    p99: float
+    least: float
+    wrong: int | None
+    rounds: list[float] = field(default_factory=list)
+    ratio: float | None = None  # to the first contender's p50
+
+    def as_dict(self) -> dict[str, Any]:
+        c = self.case
+        return {
+            "contender": self.contender,
+            "schedule": self.schedule,
+            "collective": c.collective,
+            "op": c.op,
+            "dtype": c.dtype.name,
+            "order": c.order,
+            "ranks": c.world_size,
+            "nbytes": c.nbytes,
+            "count": c.n_elements,
+            "iterations": self.iterations,
+            "p50_us": self.p50 * 1e6,
+            "p99_us": self.p99 * 1e6,
+            "min_us": self.least * 1e6,
+            "rounds_p50_us": [s * 1e6 for s in self.rounds],
+            "algbw_GBps": c.algbw(self.p50),
+            "busbw_GBps": c.busbw(self.p50),
+            "wrong": self.wrong,
+            "ratio": self.ratio,
+        }
+
+
+class Session:
+    """One rank's side of a benchmark.
+
+    Args:
+        comm: carries what the ranks tell each other between measurements.
+        contenders: the first one is what the others are compared with.
+    """
+
+    def __init__(self, comm: Comm, contenders: Sequence[Contender], effort: Effort) -> None:
+        self.comm, self.contenders, self.effort = comm, contenders, effort
+
+    def rows(self, case: Case, progress: Callable[[str], None]) -> Iterator[Row]:
+        """Measure one case with all contenders, round by round."""
+        x = np.zeros(case.brought, case.dtype)
+        calls = [c.bind(case, x) for c in self.contenders]
+        wrong = [self._wrong(case, c, x, call, seed=1) for c, call in zip(self.contenders, calls, strict=True)]
+        x[...] = 0  # sums of sums would soon be infinite
+        counts = [self._iterations(case, call) for call in calls]
+        samples: list[list[list[float]]] = [[] for _ in calls]
+        for n in range(self.effort.rounds):
+            for contender, call, count, rounds in zip(self.contenders, calls, counts, samples, strict=True):
+                progress(f"{contender.label}, round {n + 1} of {self.effort.rounds}")
+                self._repeat(case, call, min(self.effort.warmup, count))
+                rounds.append(self._repeat(case, call, count))
+        first = None
+        for k, contender in enumerate(self.contenders):
+            after = self._wrong(case, contender, x, calls[k], seed=2)
+            x[...] = 0
+            row = self._row(case, contender, counts[k], samples[k], None if wrong[k] is None else (wrong[k] or 0) + (after or 0))
+            first = row.p50 if first is None else first
+            row.ratio = row.p50 / first
+            yield row
+
+    def _repeat(self, case: Case, call: Call, count: int) -> list[float]:
+        """Time each of `count` calls, back to back. The root, where there is one, goes round."""
+        n, rooted = case.world_size, case.collective in ROOTED
+        times = []
+        for i in range(count):
+            before = perf_counter()
+            call(i % n if rooted else 0)
+            times.append(perf_counter() - before)
+        return times
+
+    def _iterations(self, case: Case, call: Call) -> int:
+        """As many as fit the time, by rank 0's watch."""
+        if self.effort.iterations is not None:
+            return self.effort.iterations
+        self._repeat(case, call, 1)
+        each = max(statistics.median(self._repeat(case, call, 3)), 1e-7)
+        agreed = np.array([min(_MOST, max(_FEWEST, self.effort.seconds / each))], np.int64)
+        self.comm.broadcast(agreed)
+        return int(agreed[0])
+
+    def _wrong(self, case: Case, contender: Contender, x: Array, call: Call, seed: int) -> int | None:
+        """Run the case once for every root on fresh contributions. Returns wrong elements over all ranks."""
+        if not self.effort.check or case.collective == "barrier":
+            return None
+        rank, wrong = self.comm.rank, 0
+        for root in range(case.world_size) if case.collective in ROOTED else (0,):
+            x[...] = case.input(rank, seed + root)
+            got = as_numpy(call(root), case.dtype)
+            expected = case.expected(rank, root, seed + root)
+            skipped = not contender.exact and case.collective == "reduce" and rank != root  # gloo leaves partial sums there
+            if expected is not None and not skipped:
+                wrong += expected.size if got is None else count_wrong(got, expected, contender.exact, case.world_size)
+        total = self.comm.all_reduce(np.array([wrong], np.int64))
+        return int(total[0])
+
+    def _row(self, case: Case, contender: Contender, count: int, rounds: list[list[float]], wrong: int | None) -> Row:
+        every = np.sort(np.concatenate(rounds))
+        middles = [statistics.median(times) for times in rounds]
+        mine = np.array([every[min(every.size - 1, int(every.size * 0.99))], every[0], *middles])
+        slowest = self.comm.all_reduce(mine, "max").tolist()
+        p50 = statistics.median(slowest[2:])
+        return Row(contender.label, contender.schedule(case), case, count, p50, slowest[0], slowest[1], wrong, slowest[2:])
