@@ -66,8 +66,14 @@ def gone(pid: int) -> bool:
 
 def run_launch(n: int, *argv: str, prefix: bool = False, grace: float = 5.0) -> subprocess.Popen[str]:
     code = f"import sys; from hostring.launch import launch; sys.exit(launch(sys.argv[1:], {n}, prefix_output={prefix}, grace={grace}))"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # with it, each word is a write of its own
     return subprocess.Popen(
-        [sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", code, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env=environment,
     )
 
 
