@@ -400,6 +400,10 @@ class _Forming:
             getattr(group, kind)[peer] = link
 
     def _wire(
+        for kind in KINDS:  # a rank that left before its peers came would take what it had sent with it
+            late = memory.unclaimed((identity, kind), self.rank, self.deadline - time.monotonic())
+            if late:
+                raise RendezvousError(f"rank {self.rank} has no link with {names(late)} at the deadline")
         self,
         group: Group,
         hello: Hello,

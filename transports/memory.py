@@ -156,23 +156,35 @@ def pair(a: int, b: int, capacity: int = CAPACITY) -> tuple[MemoryLink, MemoryLi
     return MemoryLink(b, back, forth, bells[0]), MemoryLink(a, forth, back, bells[1])
 
 
-_lock = threading.Lock()
+_changed = threading.Condition()
 _left: dict[tuple[Hashable, int, int], MemoryLink] = {}
 
 
 def meet(key: Hashable, rank: int, peer: int, capacity: int = CAPACITY) -> MemoryLink:
     """The end for `rank` of its pair with `peer` under `key`. Whoever comes first makes the pair and leaves the other end here."""
-    with _lock:
+    with _changed:
         mine = _left.pop((key, rank, peer), None)
         if mine is None:
             mine, _left[key, peer, rank] = pair(rank, peer, capacity)
+        _changed.notify_all()
     return mine
+
+
+def unclaimed(key: Hashable, rank: int, seconds: float) -> set[int]:
+    """Wait until all peers have come for the ends that `rank` left under `key`. Returns those that did not, within `seconds`."""
+
+    def late() -> set[int]:
+        return {k[1] for k in _left if k[0] == key and k[2] == rank}
+
+    with _changed:
+        _changed.wait_for(lambda: not late(), seconds)
+        return late()
 
 
 def forget(key: Hashable, rank: int) -> None:
     """Close the ends that `rank` left under `key` and that nobody came for."""
-    with _lock:
-        unclaimed = [k for k in _left if k[0] == key and k[2] == rank]
-        links = [_left.pop(k) for k in unclaimed]
+    with _changed:
+        nobodys = [k for k in _left if k[0] == key and k[2] == rank]
+        links = [_left.pop(k) for k in nobodys]
     for link in links:
         link.close()
