@@ -41,7 +41,7 @@ time.sleep(60)
 WAIT = """
 import os, signal, sys, time
 def leave(number, frame):
-    print(os.environ["RANK"], "got", signal.Signals(number).name, flush=True)
+    os.write(1, f"{os.environ['RANK']} got {signal.Signals(number).name}\\n".encode())  # print may be under way
     sys.exit(0)
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, leave)
