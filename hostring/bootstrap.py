@@ -37,7 +37,7 @@ Wire = tuple[int, str]
 Exchange = Callable[[bytes], list[bytes]]
 """Publishes this rank's bytes and returns those of all ranks, by rank."""
 
-TRANSPORTS = ("auto", "memory", "shm", "tcp", "unix")
+TRANSPORTS = ("auto", "memory", "shm", "tcp", "tls", "unix")
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Group:
             min_ranks, timeout, neighbours, contract: as in `Comm.rebuild` and `connect`.
         """
         if self.store is None:
-            raise ValueError("this group has no store through which ranks could find each other again; rebuild the group that it was split from")
+            raise ValueError("this group has no store for ranks to find each other again; rebuild the group that it was split from")
         regrouping = Regrouping(self.store, self.name, self.rank, min_ranks, survivors, time.monotonic() + timeout)
         self.generation += 1  # a second try must not find what a failed one left in the store
         seat = regrouping.survive(self.generation)
@@ -166,11 +166,13 @@ def connect(
     """
     if config.transport not in TRANSPORTS:
         raise ValueError(f"transport={config.transport!r} is none of {', '.join(TRANSPORTS)}")
-    if config.transport == "shm" and (why := _transport("shm").unsupported()):
-        raise ValueError(f"transport='shm': {why}; use transport='auto'")
+    if config.transport in ("shm", "tls") and (why := _transport(config.transport).unsupported()):
+        raise ValueError(f"transport={config.transport!r}: {why}; use transport='{'auto' if config.transport == 'shm' else 'tcp'}'")
+    if config.transport == "tls" and not config.secret:
+        raise ValueError("transport='tls' needs a secret to derive its key from: set HOSTRING_SECRET, or join by token")
     if not 0 <= config.rank < config.world_size:
         raise ValueError(f"rank {config.rank} is not in 0…{config.world_size - 1} (world_size {config.world_size})")
-    if config.ring is not None and config.transport not in ("auto", "tcp"):
+    if config.ring is not None and config.transport not in ("auto", "tcp", "tls"):
         raise ValueError(f"RING_CONFIG gives TCP addresses, which transport={config.transport!r} has no use for")
     with contextlib.ExitStack() as undo:
         forming = _Forming(config, neighbours, contract, undo)
@@ -218,8 +220,8 @@ class _Forming:
         self.config = config
         self.rank, self.world_size = config.rank, config.world_size
         self.neighbours = neighbours
-        self.contract = contract
-        self.transport = "tcp" if config.transport == "auto" else config.transport
+        self.contract = {**contract, "encrypted": config.transport == "tls"}
+        self.transport = "tcp" if config.transport in ("auto", "tls") else config.transport
         self.shares = config.transport in ("auto", "shm") and not _transport("shm").unsupported()
         self.deadline = time.monotonic() + config.timeout
         self.progress = Progress(config.rank, self.deadline)
@@ -398,12 +400,12 @@ class _Forming:
             link = memory.meet((identity, kind), self.rank, peer)
             self.undo.callback(link.close)
             getattr(group, kind)[peer] = link
-
-    def _wire(
         for kind in KINDS:  # a rank that left before its peers came would take what it had sent with it
             late = memory.unclaimed((identity, kind), self.rank, self.deadline - time.monotonic())
             if late:
                 raise RendezvousError(f"rank {self.rank} has no link with {names(late)} at the deadline")
+
+    def _wire(
         self,
         group: Group,
         hello: Hello,
@@ -428,12 +430,25 @@ class _Forming:
         for sock in sockets.values():
             self.undo.callback(sock.close)
         shared = self._share(sockets, wiring.dials)
+        wrap = self._wrap(group.secret)
         for wire, sock in sockets.items():
-            name = "unix" if sock.family == getattr(socket, "AF_UNIX", None) else "tcp"
-            getattr(group, wire[1])[wire[0]] = shared.get(wire) or _transport(name).wrap(sock, wire[0], self.config.timeout)
+            getattr(group, wire[1])[wire[0]] = shared.get(wire) or wrap(sock, wire[0])
         for listener in self.listeners:
             listener.close()
         return wiring.hellos
+
+    def _wrap(self, secret: bytes) -> Callable[[socket.socket, int], Link]:
+        """What makes a greeted socket a link."""
+        if self.config.transport == "tls":
+            wrapper = _transport("tls").Wrapper(secret, self.rank)
+            return lambda sock, peer: wrapper.wrap(sock, peer, self.config.timeout, self.deadline)
+
+        def plain(sock: socket.socket, peer: int) -> Link:
+            name = "unix" if sock.family == getattr(socket, "AF_UNIX", None) else "tcp"
+            link: Link = _transport(name).wrap(sock, peer, self.config.timeout)
+            return link
+
+        return plain
 
     def _share(self, sockets: Mapping[Wire, socket.socket], dialled: Sequence[Wire]) -> dict[Wire, Link]:
         """Links through shared memory, where there can be some. Control frames are few, and interrupt sleeps: they need none."""

@@ -22,6 +22,8 @@ class Link(Protocol):
     def send(self, buffers: Sequence[Buffer]) -> int:
         """Gather and send without waiting. Returns the number of bytes taken, 0 when the pipe is full.
 
+        What was not taken must be offered again next, before anything else: a link may have begun with it.
+
         Raises:
             PeerLostError: the peer is gone.
         """
