@@ -123,18 +123,26 @@ class Messenger:
 
     def wait(self, work: MessageWork) -> Any:
         """Make progress until `work` has ended. Returns its result, or raises what it raised."""
+        waiting = False
         while not work.is_completed():
             if self._driver.acquire(blocking=False):
                 try:
                     self._drive(work.is_completed, work.deadline)
                 finally:
                     self._driver.release()
-                    with self._changed:
-                        self._changed.notify_all()
+                    self._notify(work)
+            elif not waiting:
+                waiting = True
+                work.add_done_callback(self._notify)
             else:
                 with self._changed:
                     self._changed.wait_for(lambda: work.is_completed() or not self._driver.locked(), timeout=0.1)
         return Work.wait(work)
+
+    def _notify(self, work: Work) -> None:
+        """Wake those that wait while another thread makes progress: `work` has ended, or they may drive themselves."""
+        with self._changed:
+            self._changed.notify_all()
 
     def abort(self, cause: HostringError) -> None:
         """End everything that is under way with `cause`."""
