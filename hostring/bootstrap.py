@@ -441,11 +441,11 @@ class _Forming:
         """What makes a greeted socket a link."""
         if self.config.transport == "tls":
             wrapper = _transport("tls").Wrapper(secret, self.rank)
-            return lambda sock, peer: wrapper.wrap(sock, peer, self.config.timeout, self.deadline)
+            return lambda sock, peer: wrapper.wrap(sock, peer, self.deadline)
 
         def plain(sock: socket.socket, peer: int) -> Link:
             name = "unix" if sock.family == getattr(socket, "AF_UNIX", None) else "tcp"
-            link: Link = _transport(name).wrap(sock, peer, self.config.timeout)
+            link: Link = _transport(name).wrap(sock, peer)
             return link
 
         return plain

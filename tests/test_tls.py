@@ -26,7 +26,7 @@ def handshake(left: tls.Wrapper, right: tls.Wrapper, a: socket.socket, b: socket
 
     def wrap(k: int, wrapper: tls.Wrapper, sock: socket.socket, peer: int) -> None:
         try:
-            ends[k] = wrapper.wrap(sock, peer, 60.0, time.monotonic() + 10)
+            ends[k] = wrapper.wrap(sock, peer, time.monotonic() + 10)
         except HandshakeError as exc:
             ends[k] = exc
             sock.close()

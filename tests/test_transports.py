@@ -21,7 +21,7 @@ def tcp_pair(host: str) -> Pair:
     dialled = socket.create_connection(listener.getsockname()[:2], timeout=5)
     accepted, _ = listener.accept()
     listener.close()
-    return tcp.wrap(dialled, RIGHT, 60.0), tcp.wrap(accepted, LEFT, 60.0)
+    return tcp.wrap(dialled, RIGHT), tcp.wrap(accepted, LEFT)
 
 
 def unix_pair() -> Pair:
@@ -32,7 +32,7 @@ def unix_pair() -> Pair:
     accepted, _ = listener.accept()
     listener.close()
     unix.remove(path)
-    return unix.wrap(dialled, RIGHT, 60.0), unix.wrap(accepted, LEFT, 60.0)
+    return unix.wrap(dialled, RIGHT), unix.wrap(accepted, LEFT)
 
 
 def memory_pair() -> Pair:
@@ -77,7 +77,10 @@ def test_tcp_links_send_at_once_and_notice_dead_hosts() -> None:
     sock = left._sock
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+    names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    idle, interval, probes = (sock.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+    assert idle + interval * probes == 30
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0, "it kills links to live peers that are late to read"
     assert not sock.getblocking()
     left.close()
     right.close()

@@ -153,13 +153,13 @@ class Wrapper:
             os.unlink(path)
         return context
 
-    def wrap(self, sock: socket.socket, peer: int, timeout: float, deadline: float) -> TlsLink:
+    def wrap(self, sock: socket.socket, peer: int, deadline: float) -> TlsLink:
         """Make a connected socket, whose hello is done, the encrypted link to `peer`.
 
         Raises:
             HandshakeError: the other end does not prove that it holds the group's key, or not in time.
         """
-        tune(sock, max(timeout, 30.0))
+        tune(sock)
         serves = self._rank < peer  # the higher rank dials
         sock.settimeout(max(0.1, deadline - time.monotonic()))
         try:

@@ -15,8 +15,14 @@ PATH_LIMIT = 100
 """Bytes of a socket path that every system takes (sun_path holds 104 on macOS, 108 on Linux)."""
 
 
-def wrap(sock: socket.socket, peer: int, timeout: float) -> SocketLink:
+SEND_BUFFER = 4 << 20
+"""Bytes; the kernel takes less where it is not allowed that much. UNIX sockets don't grow theirs, and Linux's 208 KiB cost half
+the rate at 1 MiB messages (0.42 ms against 0.21 ms both ways at once)."""
+
+
+def wrap(sock: socket.socket, peer: int) -> SocketLink:
     """Make a connected socket the link to `peer`."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     return SocketLink(sock, peer)
 
 
