@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from . import bootstrap
 from .caller import NOTHING, Caller, check_out, check_tag
 from .counters import STAGE
 from .dtypes import BY_NAME, Array, DType, carrier, check_op, wire_dtype
@@ -22,6 +23,7 @@ from .rules import read_rules
 from .schedule import Schedule, split_evenly
 from .staging import ADAPTERS, adapter_for
 from .topologies import TOPOLOGIES
+from .tuning import agree
 
 _DECISION_ROUND: Final = 1 << 20  # the rounds of a decision's second half, apart from those of its first
 
@@ -36,6 +38,14 @@ class Comm(Caller):
         rank: this process's index. world_size: how many there are.
         order: the declared fold order; topology: what was asked for; counters: see `Counters`.
     """
+
+    def __init__(self, group: bootstrap.Group, *, topology: str, order: str, timeout: float) -> None:
+        super().__init__(group, topology=topology, order=order, timeout=timeout)
+        try:
+            agree(self)
+        except BaseException as exc:
+            self.abort(f"it could not start: {exc}")
+            raise
 
     # ------------------------------------------------------------------ reductions
 

@@ -54,6 +54,15 @@ class Counters:
         link.messages_received += messages_received
         link.payload_received += payload_received
 
+    def forget(self) -> None:
+        """Start from zero, as if nothing had been done."""
+        self.programs.clear()
+        self.calls.clear()
+        self._links.clear()
+        self.phases[:] = [0.0] * len(PHASES)
+        for pipe in self._pipes.values():
+            pipe.waited = 0.0
+
     @property
     def seconds(self) -> dict[str, float]:
         """By phase: "stage" is copying and casting between the caller's arrays and the wire, "wait" is the time in which

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from .counters import Counters
-from .dtypes import CODES, Array, DType, kind_code
+from .dtypes import CODES, FLOAT32, Array, DType, kind_code
 from .fold import fold_functions
 from .program import Pipe, Program, scratch_layout
 from .schedule import Schedule
@@ -136,6 +136,11 @@ class Planner:
             self._scratch = bytearray(needed)
         folds = None if call.op is None else fold_functions(call.op, dtype)
         return Program(schedule, call, dtype, folds, self._pipes, self._scratch, raw, first_round)
+
+    def probe(self, schedule: Schedule, number: int) -> Program:
+        """A program for a schedule that is no collective's but a measurement's, over float32. It is not kept, and not counted."""
+        call = Call("all_to_all", None, kind_code(FLOAT32), self._order, schedule.data, number, epoch=self._epoch)
+        return self._bind(schedule, call, FLOAT32, None)
 
     def drop(self) -> None:
         """Forget all programs: the next call of each shape asks the tuner again. On every rank alike."""

@@ -55,6 +55,10 @@ class Recorder:
             row["waited_for"],
         )
 
+    def forget(self) -> None:
+        """Drop what was recorded so far."""
+        self._entries.clear()
+
     def rows(self) -> list[dict[str, Any]]:
         """The operations as plain dicts, oldest first. Times are seconds; `started` is since the Unix epoch."""
         return [_row(entry) for entry in list(self._entries)]

@@ -1,0 +1,278 @@
+"""What was measured of a group, kept in a file, and the table of thresholds that rank 0 makes of it for all.
+
+HOSTRING_TUNING of rank 0 says where from: "auto" (the default) is what `hostring tune` saved for these hosts, "measure"
+measures the links at start, "off" leaves it at the defaults, anything else is a file that `hostring tune` wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import msgpack
+import numpy as np
+
+from .dtypes import BY_NAME
+from .errors import HostringError
+from .network import Network
+from .program import Buffers
+from .rules import Way
+from .tuner import WHOLE, Choice, Table, Threshold, Tuner, default_table
+
+if TYPE_CHECKING:
+    from .comm import Comm
+
+VERSION: Final = 1
+_RECORD_NBYTES: Final = 4096  # one broadcast, whatever was decided
+_SIZES: Final = tuple(1 << k for k in range(6, 27))
+_STAY: Final = 1.05  # what is better by less is not worth another threshold
+
+
+@dataclass
+class Curve:
+    """What one way of doing one collective costs, by size.
+
+    Attributes:
+        segment_nbytes: of the pipeline; 0 is the default.
+        predicted, measured: seconds by bytes. Not all sizes need to be measured.
+    """
+
+    collective: str
+    topology: str
+    variant: str
+    segment_nbytes: int
+    predicted: dict[int, float] = field(default_factory=dict)
+    measured: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def way(self) -> Way:
+        return self.topology, self.variant
+
+    @property
+    def name(self) -> str:
+        name = f"{self.topology}/{self.variant}" if self.variant else self.topology
+        return f"{name} {self.segment_nbytes >> 10}K" if self.segment_nbytes else name
+
+    def seconds(self, nbytes: int) -> float | None:
+        """By measurement where there is one at or around this size, else by prediction, put right by the nearest measurement."""
+        if self.measured and min(self.measured) <= nbytes <= max(self.measured):
+            return _between(self.measured, nbytes)
+        if not self.predicted:
+            return None
+        guess = _between(self.predicted, nbytes)
+        common = [n for n in self.measured if n in self.predicted]
+        if not common:
+            return guess
+        nearest = min(common, key=lambda n: abs(math.log(max(n, 1) / max(nbytes, 1))))
+        return guess * self.measured[nearest] / self.predicted[nearest]
+
+
+def _between(points: dict[int, float], nbytes: int) -> float:
+    """Interpolated on logarithmic axes; beyond the ends, in proportion to the size above, and as at the end below."""
+    sizes = sorted(points)
+    if nbytes <= sizes[0]:
+        return points[sizes[0]]
+    if nbytes >= sizes[-1]:
+        return points[sizes[-1]] * nbytes / sizes[-1]
+    above = next(i for i, size in enumerate(sizes) if size >= nbytes)
+    low, high = sizes[above - 1], sizes[above]
+    share = math.log(nbytes / low) / math.log(high / low)
+    return math.exp((1 - share) * math.log(points[low]) + share * math.log(points[high]))
+
+
+@dataclass
+class Tuning:
+    """Everything that was measured of one group.
+
+    Attributes:
+        source: when and how, for people. network: the links. curves: what was priced, and what of it was measured.
+    """
+
+    source: str
+    network: Network
+    curves: list[Curve]
+
+    def table(self, tuner: Tuner) -> Table:
+        """The quickest way for every collective and size, among those that `tuner` allows. Few thresholds, so that it is clear."""
+        found: dict[str, list[Threshold]] = {}
+        for collective, ways in tuner.allowed.items():
+            curves = [c for c in self.curves if c.collective == collective and c.way in ways]
+            if curves:
+                found[collective] = _thresholds(curves)
+        return found
+
+    def reasons(self, collective: str, nbytes: int, ways: Sequence[Way]) -> list[tuple[str, float]]:
+        """What the ways of doing it cost by this tuning, the quickest first."""
+        curves = [c for c in self.curves if c.collective == collective and c.way in ways]
+        costs = [(c.name, seconds) for c in curves if (seconds := c.seconds(nbytes)) is not None]
+        return sorted(costs, key=lambda cost: cost[1])
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [
+            [c.collective, c.topology, c.variant, c.segment_nbytes, sorted(c.predicted.items()), sorted(c.measured.items())]
+            for c in self.curves
+        ]
+        return {"version": VERSION, "source": self.source, "network": self.network.to_json(), "curves": rows}
+
+    @classmethod
+    def from_json(cls, plain: Any) -> Tuning:
+        """Raises: ValueError, when this is not what `to_json` gave."""
+        try:
+            if plain["version"] != VERSION:
+                raise ValueError(f"version {plain['version']}, expected {VERSION}; run `hostring tune` again")
+            curves = [Curve(str(c), str(t), str(v), int(s), _points(p), _points(m)) for c, t, v, s, p, m in plain["curves"]]
+            return cls(str(plain["source"]), Network.from_json(plain["network"]), curves)
+        except (KeyError, TypeError, AttributeError) as exc:
+            raise ValueError(f"{type(exc).__name__}: {exc}") from exc
+
+
+def _points(rows: Iterable[Sequence[Any]]) -> dict[int, float]:
+    points = {int(nbytes): float(seconds) for nbytes, seconds in rows}
+    if not all(seconds > 0 for seconds in points.values()):
+        raise ValueError("a time is not above 0")
+    return points
+
+
+def _thresholds(curves: Sequence[Curve]) -> list[Threshold]:
+    found: list[Threshold] = []
+    current: Curve | None = None
+    for nbytes in _SIZES:
+        costs = {id(c): seconds for c in curves if (seconds := c.seconds(nbytes)) is not None}
+        best = min((c for c in curves if id(c) in costs), key=lambda c: costs[id(c)])
+        stays = current is not None and id(current) in costs and costs[id(current)] <= _STAY * costs[id(best)]
+        if current is None or (best is not current and not stays):
+            found.append(Threshold(WHOLE, best.topology, best.variant, best.segment_nbytes))
+            if len(found) > 1:
+                before = found[-2]
+                found[-2] = Threshold(nbytes // 2, before.topology, before.variant, before.segment_nbytes)
+            current = best
+    return found
+
+
+def tuning_path(comm: Comm) -> Path:
+    """The file for groups like this one: by hosts, transport and world size, in the user's cache directory."""
+    group = comm._group
+    stacks: dict[str, int] = {}
+    who = [(m.hostname, stacks.setdefault(m.net_id, len(stacks))) if m is not None else ("?", -1) for m in group.members]
+    key = json.dumps([who, group._config.transport, comm._tuner.topology.name])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "hostring" / f"tuning-{comm.world_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def save(tuning: Tuning, path: Path) -> None:
+    """Write it so that nobody ever reads half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_suffix(f".{os.getpid()}")
+    half.write_text(json.dumps(tuning.to_json()) + "\n", encoding="utf-8")
+    half.replace(path)
+
+
+def load(path: Path) -> Tuning:
+    """Raises: ValueError, naming the file; FileNotFoundError."""
+    try:
+        return Tuning.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as exc:
+        raise ValueError(f"{path} is no tuning that can be used: {exc}") from exc
+
+
+def agree(comm: Comm) -> None:
+    """Give all ranks the table that rank 0 decides on. Called once, before the first call; costs one small broadcast.
+
+    Raises:
+        HostringError: the group failed, or rank 0 could not read the tuning that it was told to.
+    """
+    if comm.world_size == 1:
+        return
+    record = np.zeros(_RECORD_NBYTES, np.uint8)
+    if comm.rank == 0:
+        packed = msgpack.packb(_decide(comm))
+        record[: len(packed)] = np.frombuffer(packed, np.uint8)
+    program = comm._planner.movement("broadcast", record.size, BY_NAME["uint8"], 0)
+    comm._run(program, Buffers(record, record[:0]), None, perf_counter(), count=False)
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(record.tobytes())
+    what, source, table = unpacker.unpack()
+    if what == "trouble":
+        raise HostringError(source, 0)
+    _adopt(comm, {c: [Threshold(*t) for t in thresholds] for c, thresholds in table.items()}, source)
+    if what == "measure":
+        from .trial import tune
+
+        share(comm, tune(comm, measured=False))
+    comm.counters.forget()
+    comm.recorder.forget()
+
+
+def share(comm: Comm, tuning: Tuning) -> None:
+    """Use what rank 0 holds in `tuning` from now on, on all ranks. The others' `tuning` is ignored."""
+    packed = msgpack.packb(_plain(tuning.table(comm._tuner))) if comm.rank == 0 else b""
+    nbytes = np.array([len(packed)], np.int64)
+    comm.broadcast(nbytes)
+    record = np.frombuffer(packed, np.uint8).copy() if comm.rank == 0 else np.zeros(int(nbytes[0]), np.uint8)
+    comm.broadcast(record)
+    table = {c: [Threshold(*t) for t in thresholds] for c, thresholds in msgpack.unpackb(record.tobytes()).items()}
+    _adopt(comm, table, tuning.source)
+    if comm.rank == 0:
+        _explain(comm, tuning)
+
+
+def _adopt(comm: Comm, table: Table, source: str) -> None:
+    comm._planner.drop()
+    comm._tuner.adopt(table, source)
+
+
+def _plain(table: Table) -> dict[str, list[tuple[int, str, str, int]]]:
+    return {c: [(t.upto, t.topology, t.variant, t.segment_nbytes) for t in thresholds] for c, thresholds in table.items()}
+
+
+def _decide(comm: Comm) -> tuple[str, str, dict[str, list[tuple[int, str, str, int]]]]:
+    """("table", "measure" or "trouble"; where it is from, or what is wrong; the table)."""
+    wanted = os.environ.get("HOSTRING_TUNING", "").strip() or "auto"
+    tuner = comm._tuner
+    tuning = None
+    try:
+        if wanted not in ("off", "measure", "auto"):
+            tuning = load(Path(wanted))
+        elif wanted == "auto" and (path := tuning_path(comm)).exists():
+            tuning = load(path)
+        if tuning is not None and tuning.network.world_size != comm.world_size:
+            raise ValueError(f"{wanted} is of {tuning.network.world_size} ranks, this group has {comm.world_size}")
+    except (OSError, ValueError) as exc:
+        return "trouble", f"HOSTRING_TUNING={wanted}: {exc}", {}
+    _explain(comm, tuning)
+    if tuning is not None:
+        return "table", tuning.source, _plain(tuning.table(tuner))
+    near = _one_host(comm)
+    source = f"defaults for {'one host' if near else 'a network'}"
+    table = default_table(tuner.rules, tuner.order, comm.world_size, one_host=near)
+    return "measure" if wanted == "measure" else "table", source, _plain(table)
+
+
+def _one_host(comm: Comm) -> bool:
+    """Whether all ranks are known to be on one network stack."""
+    stacks = {m.net_id if m is not None else None for m in comm._group.members}
+    return len(stacks) == 1 and None not in stacks
+
+
+def _explain(comm: Comm, tuning: Tuning | None) -> None:
+    """With HOSTRING_TRACE=1, rank 0 says once for each collective and size what was chosen, and why."""
+    if os.environ.get("HOSTRING_TRACE") != "1":
+        return
+
+    def explain(collective: str, nbytes: int, choice: Choice) -> None:
+        tuner = comm._tuner
+        costs = tuning.reasons(collective, nbytes, tuner.allowed[collective]) if tuning is not None else []
+        known = "; ".join(f"{name} {seconds * 1e6:.1f} us" for name, seconds in costs[:6])
+        ruled = ", ruled" if collective in tuner.rules.ways else ""
+        others = f": {known}" if known else ""
+        print(f"hostring: {collective} of {nbytes} bytes by {choice.name}, by {tuner.source}{ruled}{others}", file=sys.stderr, flush=True)
+
+    comm._tuner.explain = explain
