@@ -59,13 +59,18 @@ def certify_on_links(
         NotCertified: a rank got other bits, or failed; the message names it.
     """
     store = MemoryStore()
-    faults: dict[int, str] = {}
+    faults: dict[int, Exception] = {}
 
     def body(rank: int) -> None:
         try:
-            _one_rank(_join(rank, world_size, topology, order, transport, store), variant, sizes, segment)
+            with _join(rank, world_size, topology, order, transport, store) as comm:
+                comm._tuner.force(variant, segment)
+                wrong = [fault for n_elements in sizes if (fault := _compare(comm, n_elements))]
+                comm.barrier()  # nobody leaves while another still folds
+            if wrong:
+                faults[rank] = NotCertified(wrong[0])
         except Exception as exc:
-            faults[rank] = str(exc) if isinstance(exc, NotCertified) else f"{type(exc).__name__}: {exc}"
+            faults[rank] = exc
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"hostring-certify-{rank}", daemon=True) for rank in range(world_size)]
     for thread in threads:
@@ -73,10 +78,11 @@ def certify_on_links(
     for rank, thread in enumerate(threads):
         thread.join(_DEADLINE)
         if thread.is_alive():
-            faults.setdefault(rank, f"no result after {_DEADLINE:.0f} s")
+            faults.setdefault(rank, TimeoutError(f"no result after {_DEADLINE:.0f} s"))
     if faults:
-        rank = min(faults, key=lambda r: ("bits" not in faults[r], r))  # the others only report that it left
-        raise NotCertified(f"{topology}/{variant}, order {order}, {world_size} ranks over {transport}: rank {rank}: {faults[rank]}")
+        rank = min(faults, key=lambda r: (not isinstance(faults[r], NotCertified), r))  # others may only report that it failed
+        what = str(faults[rank]) if isinstance(faults[rank], NotCertified) else f"{type(faults[rank]).__name__}: {faults[rank]}"
+        raise NotCertified(f"{topology}/{variant}, order {order}, {world_size} ranks over {transport}: rank {rank}: {what}")
     return world_size * len(sizes)
 
 
@@ -86,16 +92,14 @@ def _join(rank: int, world_size: int, topology: str, order: str, transport: str,
     return Comm(group, topology=topology, order=order, timeout=config.timeout)
 
 
-def _one_rank(comm: Comm, variant: str, sizes: Sequence[int], segment: int) -> None:
-    with comm:
-        comm._tuner.force(variant, segment)
-        for n_elements in sizes:
-            rows = contributions(comm.world_size, n_elements)
-            got: Floats = comm.all_reduce(rows[comm.rank].copy())
-            want = numpy_fold(rows, comm.order)
-            wrong = np.flatnonzero(got.view(np.uint32) != want.view(np.uint32))
-            if wrong.size:
-                i = int(wrong[0])
-                seen, declared = float(got[i]).hex(), float(want[i]).hex()
-                raise NotCertified(f"other bits in {wrong.size} of {n_elements} elements; element {i} is {seen}, declared is {declared}")
-        comm.barrier()  # nobody leaves while another still folds
+def _compare(comm: Comm, n_elements: int) -> str:
+    """One all-reduce. Returns what is wrong with the result, empty when nothing is."""
+    rows = contributions(comm.world_size, n_elements)
+    got: Floats = comm.all_reduce(rows[comm.rank].copy())
+    want = numpy_fold(rows, comm.order)
+    wrong = np.flatnonzero(got.view(np.uint32) != want.view(np.uint32))
+    if not wrong.size:
+        return ""
+    i = int(wrong[0])
+    seen, declared = float(got[i]).hex(), float(want[i]).hex()
+    return f"other bits in {wrong.size} of {n_elements} elements; element {i} is {seen}, declared is {declared}"

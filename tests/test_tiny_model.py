@@ -23,7 +23,9 @@ PASSAGE = (
     "And the LORD spake unto Moses, saying, Speak unto the children of Israel, and say unto them, "
     "When ye come into the land which I give unto you, then shall the land keep a sabbath unto the LORD."
 )
-GLUE = set("the and of to in that he shall unto for i his a they be is him not them it with all thou thy was god which my me said but ye".split())
+GLUE = frozenset(
+    ("the", "and", "of", "to", "in", "that", "he", "shall", "unto", "for", "i", "his", "a", "they", "be", "is", "him", "not", "them", "it")
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def test_it_fits_in_four_megabytes_with_its_tokenizer_and_says_where_it_comes_fr
 
 def test_nothing_divides_evenly_by_two_or_three(model: Model) -> None:
     config = model.sharded.config
-    for total in (config.num_key_value_heads, config.num_attention_heads // config.group_heads, config.intermediate_size, config.vocab_size):
+    for total in (config.num_key_value_heads, config.intermediate_size, config.vocab_size):
         assert total % 2
         assert total % 3
     for world_size in (2, 3):
