@@ -180,7 +180,7 @@ def _placed(rank: int | None, world_size: int | None, environ: Mapping[str, str]
 def _meeting(place: Launched, store: Any, environ: Mapping[str, str]) -> dict[str, Any]:
     """Where the ranks meet."""
     if store is not None or place.world_size == 1:
-        return {"store": store}
+        return {"store": store, "store_host": split_address(place.host, place.port)[0] if place.host else None}
     run = f"{environ.get('TORCHELASTIC_RUN_ID', '')}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if environ.get("HOSTRING_STORE", "").strip():
         host, port = split_address(environ["HOSTRING_STORE"])

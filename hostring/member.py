@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
@@ -119,6 +120,7 @@ def _quota_at(folder: str) -> float | None:
         return None
 
 
+@functools.cache
 def _software() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -131,6 +133,7 @@ def _software() -> str:
     return f"{of('hostring')}, {of('numpy')}, {platform.python_implementation()} {platform.python_version()}, {platform.system()}"
 
 
+@functools.cache
 def _isa() -> str:
     flags: set[str] = set()
     for line in _read("/proc/cpuinfo").splitlines():

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from hostring.addresses import route_to
 from hostring.errors import RendezvousError
 
 
@@ -83,10 +84,19 @@ class MemoryStore:
 
 
 class TorchStore:
-    """Any `torch.distributed.Store` as a store of ours. Torch's own keys are left alone by a prefix."""
+    """Any `torch.distributed.Store` as a store of ours. Torch's own keys are left alone by a prefix.
+
+    Attributes:
+        local_host: the address of this host that leads to the store; None when the store has no place in a network.
+    """
 
     def __init__(self, store: Any) -> None:
         self._store = store
+        innermost = store
+        while hasattr(innermost, "underlying_store"):
+            innermost = innermost.underlying_store
+        host = getattr(innermost, "host", None)
+        self.local_host = route_to(host) if isinstance(host, str) else None
 
     @classmethod
     def agent(cls, host: str, port: int, world_size: int, timeout: float) -> TorchStore:

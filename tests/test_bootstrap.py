@@ -10,7 +10,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,14 @@ from hostring.roster import Entry, Roster
 
 CONTRACT = {"order": "rank"}
 KINDS = ("data", "control", "p2p")
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """So that socket files of other processes don't count as ours. Short, for a socket's path may not be long."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 def everyone(rank: int, world_size: int) -> set[int]:

@@ -113,6 +113,7 @@ def test_torchrun_brings_its_store() -> None:
         "TORCHELASTIC_RESTART_COUNT": "2",
     }
     config = from_environment(environ=environ)
+    assert from_environment(store="torch's", environ=environ).store_host == "node0", "it tells where to listen"
     assert (config.rank, config.world_size, config.local_rank) == (3, 4, 1)
     assert (config.store_host, config.store_port, config.torch_store, config.hosts_store) == ("node0", 29400, True, False)
     assert config.restarts == "job.2"

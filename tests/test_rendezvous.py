@@ -100,6 +100,26 @@ def test_a_store_keeps_what_it_was_given(shared: Callable[[], Store]) -> None:
     mine.close()
 
 
+def test_torch_stores_tell_the_way_to_them() -> None:
+    distributed = pytest.importorskip("torch.distributed")
+    server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    wrapped = TorchStore(distributed.PrefixStore("a", distributed.PrefixStore("b", server)))
+    assert wrapped.local_host == "127.0.0.1"
+    assert TorchStore(distributed.HashStore()).local_host is None
+    agent = TorchStore.agent("127.0.0.1", server.port, 2, 5.0)
+    wrapped.set("key", b"\0value")
+    with pytest.raises(TimeoutError):
+        agent.get("key", 0.1)  # the prefix is part of the name
+    agent.set("key", b"\xff")
+    assert TorchStore(server).get("key", 1.0) == b"\xff"
+
+
+def test_torchs_own_store_that_is_not_there_is_reported() -> None:
+    pytest.importorskip("torch.distributed")
+    with pytest.raises(RendezvousError, match=r"torchrun's store at 127\.0\.0\.1 port \d+ does not answer"):
+        TorchStore.agent("127.0.0.1", free_port(), 2, 0.5)
+
+
 def test_a_store_counts(shared: Callable[[], Store]) -> None:
     stores = [shared() for _ in range(4)]
     got = together(*[lambda store=store: [store.add("n", 1) for _ in range(25)] for store in stores])
