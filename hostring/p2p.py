@@ -1,7 +1,8 @@
 """Point-to-point messages, matched by source and tag, on links of their own.
 
 Whoever waits makes progress for everybody: it sends what is queued and receives what comes, so two ranks that both send
-first don't block each other. Operations that nobody waits for are driven by a background thread while there are any.
+first don't block each other. Operations that nobody waits for are driven by a background thread, which looks for such
+once in a millisecond: most are waited for at once, and handing progress from thread to thread takes longer than a message.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from time import perf_counter
@@ -26,6 +28,8 @@ from .wire import HEADER_BYTES, KIND_MESSAGE, Header, decode, message_header
 from .work import Work
 
 _SPINS: Final = 200
+_TICK: Final = 0.001  # seconds after which an operation that nobody waits for gets a driver
+_QUIET_TICKS: Final = 200  # the background thread ends after that many with nothing to do
 
 
 class MessageWork(Work):
@@ -33,8 +37,8 @@ class MessageWork(Work):
 
     __slots__ = ("deadline", "into", "owner", "put_back", "result", "seconds", "src", "tag", "wanted")
 
-    def __init__(self, what: str, seconds: float) -> None:
-        super().__init__(what)
+    def __init__(self, what: str, seconds: float, help_: Callable[[Work], None] | None = None) -> None:
+        super().__init__(what, help_)
         self.seconds = seconds
         self.deadline = perf_counter() + seconds
         self.into: Array | None = None
@@ -85,11 +89,12 @@ class Messenger:
         self._thread: threading.Thread | None = None
         self._cause: HostringError | None = None
         self._sleeping = False
+        self._takers = 0  # threads that wait for the background thread to let them drive
 
     def send(self, data: Array, dst: int, tag: int, seconds: float, background: bool = False, owner: Any = None) -> MessageWork:
         """Queue a flat array for `dst`. As much as the link takes is sent at once."""
         peer = self._peer(dst)
-        work = MessageWork(f"send to rank {dst}, tag {tag}", seconds)
+        work = MessageWork(f"send to rank {dst}, tag {tag}", seconds, self._help)
         work.wanted, work.tag, work.owner = dst, tag, data if owner is None else owner
         with self._mutex:
             header = message_header(tag, peer.sent, data.size, CODES[data.dtype], data.nbytes, self._epoch)
@@ -113,7 +118,7 @@ class Messenger:
         """Post a receive into a flat array. It is served at once when its message is already here."""
         if src is not None:
             self._peer(src)
-        work = MessageWork(f"recv from {'any rank' if src is None else f'rank {src}'}, tag {tag}", seconds)
+        work = MessageWork(f"recv from {'any rank' if src is None else f'rank {src}'}, tag {tag}", seconds, self._help)
         work.into, work.wanted, work.tag, work.result, work.put_back = into, src, tag, result, put_back
         with self._mutex:
             if not self._serve_from_unexpected(work):
@@ -123,11 +128,15 @@ class Messenger:
 
     def wait(self, work: MessageWork) -> Any:
         """Make progress until `work` has ended. Returns its result, or raises what it raised."""
+        self._help(work)
+        return Work.wait(work)
+
+    def _help(self, work: Work) -> None:
         waiting = False
         while not work.is_completed():
             if self._driver.acquire(blocking=False):
                 try:
-                    self._drive(work.is_completed, work.deadline)
+                    self._drive(work.is_completed, work.deadline if isinstance(work, MessageWork) else None)
                 finally:
                     self._driver.release()
                     self._notify(work)
@@ -135,9 +144,16 @@ class Messenger:
                 waiting = True
                 work.add_done_callback(self._notify)
             else:
-                with self._changed:
-                    self._changed.wait_for(lambda: work.is_completed() or not self._driver.locked(), timeout=0.1)
-        return Work.wait(work)
+                self._take_over(work)
+
+    def _take_over(self, work: Work) -> None:
+        """Wait until `work` has ended or its driver leaves; the background thread leaves when asked, others at their own end."""
+        with self._changed:
+            self._takers += 1
+        self._nudge(False)
+        with self._changed:
+            self._changed.wait_for(lambda: work.is_completed() or not self._driver.locked(), timeout=0.1)
+            self._takers -= 1
 
     def _notify(self, work: Work) -> None:
         """Wake those that wait while another thread makes progress: `work` has ended, or they may drive themselves."""
@@ -195,15 +211,33 @@ class Messenger:
                 os.write(self._wake[1], b"!")
 
     def _background(self) -> None:
-        while True:
-            with self._driver:
-                self._drive(lambda: not self._busy(), None)
-            with self._changed:
-                self._changed.notify_all()
-            with self._mutex:
-                if not self._busy():
-                    self._thread = None
-                    return
+        quiet = 0
+        while self._cause is None and (quiet < _QUIET_TICKS or not self._retire()):
+            time.sleep(_TICK)
+            quiet = 0 if self._drive_overdue() else quiet + 1
+
+    def _drive_overdue(self) -> bool:
+        """Make progress when something has been left alone for a tick and nobody else does. Returns whether anything is under way."""
+        if not self._busy():
+            return False
+        with self._mutex:
+            since = perf_counter() - _TICK
+            overdue = any(w.deadline - w.seconds < since for w in self._waiting()) or any(p.work for p in self._peers.values())
+        if overdue and not self._takers and self._driver.acquire(blocking=False):
+            try:
+                self._drive(lambda: self._takers > 0 or not self._busy(), None)
+            finally:
+                self._driver.release()
+                with self._changed:
+                    self._changed.notify_all()
+        return True
+
+    def _retire(self) -> bool:
+        with self._mutex:
+            if self._busy():
+                return False
+            self._thread = None
+            return True
 
     def _waiting(self) -> list[MessageWork]:
         """Posted receives without a message, and sends that the links have not taken."""
@@ -223,7 +257,7 @@ class Messenger:
             idle += 1
             if idle > _SPINS:
                 self._expire()
-                self._sleep(deadline)
+                self._sleep(deadline, until)
 
     def _pass(self) -> bool:
         """Send and receive what is possible without waiting."""
@@ -262,7 +296,7 @@ class Messenger:
             waits_for = work.wanted if work.wanted is not None else min(self._peers)
             self._fail(self._control.timed_out(waits_for, work.what, "did not take part", work.seconds))
 
-    def _sleep(self, deadline: float | None) -> None:
+    def _sleep(self, deadline: float | None, until: Callable[[], bool]) -> None:
         poller = select.poll()
         with self._mutex:
             deadlines = [w.deadline for w in self._waiting()]
@@ -274,7 +308,7 @@ class Messenger:
                 self._wake = os.pipe()
             poller.register(self._wake[0], select.POLLIN)
             self._sleeping = True
-            if self._pass():  # what came before the doorbells were set would be slept through
+            if self._pass() or until():  # what came before the doorbells were set would be slept through
                 self._sleeping = False
                 return
         seconds = min([self._control.patience(), *(d - perf_counter() for d in [*deadlines, *([deadline] if deadline else [])])])

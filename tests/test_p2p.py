@@ -293,3 +293,27 @@ def test_messages_are_counted(run_ranks):
         return link.messages_sent, link.payload_sent, link.messages_received, link.payload_received
 
     assert run_ranks(2, body) == [(2, 86, 2, 86)] * 2
+
+
+def test_a_receive_that_waits_for_nobody_in_particular_does_not_slow_others_down(run_ranks):
+    """An outstanding receive is driven in the background; a blocking exchange takes the driver's seat and gives it back."""
+
+    def body(comm):
+        late = np.zeros(3, np.float32)
+        pending = comm.recv(late, src=1 - comm.rank, tag=7, async_op=True)
+        time.sleep(0.02)  # the background thread drives now
+        x = np.full(4, comm.rank, np.float32)
+        for k in range(50):
+            if comm.rank == k % 2:
+                comm.send(x, 1 - comm.rank)
+            else:
+                comm.recv(x, 1 - comm.rank)
+        comm.send(np.full(3, 10.0 + comm.rank, np.float32), 1 - comm.rank, tag=7)
+        give_up = time.monotonic() + 10
+        while not pending.is_completed() and time.monotonic() < give_up:
+            time.sleep(0.001)
+        return pending.is_completed(), late
+
+    for rank, (done, late) in enumerate(run_ranks(2, body, transport="tcp")):
+        assert done
+        np.testing.assert_array_equal(late, np.full(3, 11.0 - rank, np.float32))
