@@ -356,7 +356,9 @@ class Comm(Caller):
                 raise self._fail(HostringError(f"decide: root {root} could not choose: {exc!r}", root)) from exc
         if self.world_size > 1:
             program = self._planner.movement("broadcast", x.size, x.dtype, root, "decide", _DECISION_ROUND)
-            self._run(program, Buffers(decision.reshape(-1).view(bits), NOTHING), timeout, started)
+            chosen_at = perf_counter()
+            left = (self.timeout if timeout is None else timeout) - (chosen_at - started)
+            self._run(program, Buffers(decision.reshape(-1).view(bits), NOTHING), left, chosen_at)
         return decision
 
     # ------------------------------------------------------------------ point to point
