@@ -201,6 +201,16 @@ def scope_id(scope: str) -> int:
     return int(scope) if scope.isdigit() else socket.if_nametoindex(scope)
 
 
+def own_host(sock: socket.socket) -> str:
+    """This end's address of a connected TCP socket, as `interfaces` would name it."""
+    name = sock.getsockname()
+    host = str(name[0]).partition("%")[0]
+    mapped = numeric(host)
+    if mapped is not None and mapped.version == 4:
+        return str(mapped)
+    return f"{host}%{socket.if_indextoname(name[3])}" if name[3] else host
+
+
 def any_host() -> str:
     """What to bind for all addresses of this host."""
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"

@@ -16,7 +16,7 @@ from hostring import meeting
 from hostring.addresses import Address, any_host, is_loopback, listen, resolve
 from hostring.config import Config
 from hostring.errors import RendezvousError
-from hostring.rendezvous import Progress
+from hostring.rendezvous import Progress, unreachable
 from hostring.store import Store, TorchStore
 from hostring.store_client import Locate, TcpStore
 
@@ -51,12 +51,15 @@ def open_store(config: Config, deadline: float, progress: Progress) -> tuple[Sto
 
 def _client(locate: Locate, deadline: float, progress: Progress, hosting: contextlib.ExitStack) -> tuple[Store, Callable[[], None]]:
     store = TcpStore(locate, deadline=deadline, waiting=progress.waits)
-
-    def close() -> None:
-        store.close()
+    hosting.callback(store.close)
+    try:
+        store.reach()  # now, since the way that leads there decides where this rank listens
+    except BaseException as exc:
         hosting.close()
-
-    return store, close
+        if isinstance(exc, ConnectionError) and not isinstance(exc, RendezvousError):
+            raise unreachable(progress.rank, exc) from exc
+        raise
+    return store, hosting.close
 
 
 def _found(job: str) -> tuple[list[Address], bytes]:

@@ -30,7 +30,7 @@ class Progress:
 
     def __init__(self, rank: int, deadline: float) -> None:
         self.speaks = True
-        self._who = f"rank {rank}"
+        self.rank = rank
         self._start = time.monotonic()
         self._deadline = deadline
         self._due = self._start + FIRST_NEWS
@@ -48,7 +48,7 @@ class Progress:
         self._due = now + MORE_NEWS
         if self.speaks:
             times = f"{now - self._start:.0f} s of {self._deadline - self._start:.0f} s"
-            log.warning("hostring: %s waits %s (%s)", self._who, what, f"{state}, {times}" if state else times)
+            log.warning("hostring: rank %d waits %s (%s)", self.rank, what, f"{state}, {times}" if state else times)
 
     def next_phase(self) -> None:
         """Something else is waited for from now on, by every rank alone."""
@@ -110,8 +110,13 @@ def exchange(
             if isinstance(exc, (RendezvousError, HandshakeError)):
                 raise
             if time.monotonic() + 0.05 >= deadline:
-                raise RendezvousError(f"rank {rank} could not reach the store in time, is rank 0 up? {exc}") from exc
+                raise unreachable(rank, exc) from exc
             time.sleep(0.05)
+
+
+def unreachable(rank: int, exc: BaseException) -> RendezvousError:
+    """What to raise when the deadline has passed and there is no store."""
+    return RendezvousError(f"rank {rank} could not reach the store in time; is rank 0 up, and MASTER_ADDR an address of its host? {exc}", 0)
 
 
 @dataclass

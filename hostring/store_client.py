@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hostring.addresses import Address, join_address
+from hostring.addresses import Address, join_address, own_host
 from hostring.errors import RendezvousError
 from hostring.message import PREFIX, checked_nbytes, framed, pack, prove, proves, typed, unpack
 
@@ -108,6 +108,14 @@ class TcpStore:
     def at(cls, host: str, port: int, *, secret: bytes = b"", deadline: float = 0.0) -> TcpStore:
         """A client of the server at one address."""
         return cls(lambda: ([(host, port)], secret), deadline=deadline)
+
+    def reach(self) -> None:
+        """Connect, so that `local_host` is known.
+
+        Raises:
+            ConnectionError: the deadline passed.
+        """
+        self._put_back(self._connection())
 
     def set(self, key: str, value: bytes) -> None:
         """See `Store.set`."""
@@ -227,7 +235,7 @@ class TcpStore:
             sock.close()
             raise
         with contextlib.suppress(OSError):
-            self.local_host = sock.getsockname()[0]
+            self.local_host = own_host(sock)
         return connection
 
     def _patience(self) -> float:

@@ -223,7 +223,7 @@ def test_a_store_that_never_comes_is_reported_at_the_deadline() -> None:
     started = time.monotonic()
     outcome = form([replace(hosted(2)[1], timeout=0.5)])[0]
     assert isinstance(outcome, RendezvousError)
-    assert "could not reach the store in time, is rank 0 up?" in str(outcome)
+    assert "could not reach the store in time; is rank 0 up, and MASTER_ADDR an address of its host?" in str(outcome)
     assert time.monotonic() - started < 3.0
 
 
