@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from hostring.commands import certify, cluster, doctor, launch, model, trace
+from hostring.commands import certify, cluster, doctor, launch, model, plan, trace, tune
 from hostring.errors import HostringError
 
 app = typer.Typer(
@@ -16,7 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for group in (launch, certify, model, cluster, trace, doctor):
+for group in (launch, certify, model, cluster, trace, doctor, tune, plan):
     group.add(app)
 
 

@@ -17,12 +17,12 @@ from .schedule import DATA, Builder, Range, Schedule
 if TYPE_CHECKING:
     from .comm import Comm
 
-_TRIPS: Final = 20
+_TRIPS: Final = 4
 _FEW_MESSAGES, _MORE_MESSAGES = 8, 40  # the difference is what counts: start and end are the same
 _PIECE: Final = 1 << 16  # elements: 256 KiB
 _FEW_PIECES, _MORE_PIECES = 1, 5
-_REPEATS: Final = 15
-_LONG: Final = 0.03  # seconds: after as much, no more repeats
+_REPEATS, _LEAST_REPEATS, _LEAST_LONG_REPEATS = 50, 20, 3  # whoever was interrupted in one is not in all
+_LONG: Final = 0.05  # seconds: after as much, no more repeats than the least
 _WIRE_BOUND: Final = 1.5  # both ways at once may cost so much more than one way, and it is still the line that limits
 _LEAST_LATENCY, _LEAST_GAP, _LEAST_COPYING = 2e-7, 3e-7, 1e-11  # what noise may not go below
 _COPYING: Final = 2e-10  # seconds per byte, where the line hides what the processors do
@@ -73,8 +73,8 @@ class _Probes:
         self._data = np.zeros(_PIECE, np.float32)
 
     def pair(self, a: int, b: int) -> Pair:
-        trip = self._best(a, _ping_pong(a, b)) / _TRIPS / 2
-        few, more = (self._best(a, _stream(a, b, n, 1)) for n in (_FEW_MESSAGES, _MORE_MESSAGES))
+        trip = self._best(a, _ping_pong(a, b), _LEAST_REPEATS) / _TRIPS / 2
+        few, more = (self._best(a, _stream(a, b, n, 1), _LEAST_REPEATS) for n in (_FEW_MESSAGES, _MORE_MESSAGES))
         gap = max(_LEAST_GAP, (more - few) / (_MORE_MESSAGES - _FEW_MESSAGES))
         forth, back = self._per_byte(a, b, _stream), self._per_byte(b, a, _stream)
         both = self._per_byte(a, b, _exchange)
@@ -92,11 +92,11 @@ class _Probes:
         peers = sorted(self._comm._tuner.topology.neighbours(rank, self._comm.world_size))
         return _MORE_PIECES * _PIECE * 4 * len(peers) / self._best(rank, _fan(rank, peers, out))
 
-    def _best(self, timer: int, build: _Build) -> float:
+    def _best(self, timer: int, build: _Build, least: int = _LEAST_LONG_REPEATS) -> float:
         """Seconds of the quickest of some runs, by the watch of rank `timer`, known to all."""
         program = self._bind(build)
         best, total = np.array([float("inf"), 0.0]), 0.0
-        for _ in range(_REPEATS):
+        for repeat in range(_REPEATS):
             began = perf_counter()
             self._comm._run(program, Buffers(self._data, self._data[:0]), None, began, count=False)
             took = perf_counter() - began
@@ -104,7 +104,7 @@ class _Probes:
             best[:] = min(best[0], took), total
             self._comm.broadcast(best, root=timer)
             total = float(best[1])
-            if total > _LONG:
+            if total > _LONG and repeat + 1 >= least:
                 break
         return float(best[0])
 
@@ -166,7 +166,7 @@ def _fan(rank: int, peers: list[int], out: bool) -> _Build:
 def _fold_rate() -> float:
     left, right = np.ones(_PIECE, np.float32), np.ones(_PIECE, np.float32)
     times = []
-    for _ in range(2 * _REPEATS):
+    for _ in range(_REPEATS):
         began = perf_counter()
         np.add(left, right, out=left)
         times.append(perf_counter() - began)

@@ -12,10 +12,10 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgpack
 import numpy as np
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 VERSION: Final = 1
 _RECORD_NBYTES: Final = 4096  # one broadcast, whatever was decided
 _SIZES: Final = tuple(1 << k for k in range(6, 27))
+_Plain: TypeAlias = "dict[str, list[tuple[int, str, str, int]]]"  # a table as msgpack takes it
 _STAY: Final = 1.05  # what is better by less is not worth another threshold
 
 
@@ -81,7 +82,7 @@ def _between(points: dict[int, float], nbytes: int) -> float:
     if nbytes <= sizes[0]:
         return points[sizes[0]]
     if nbytes >= sizes[-1]:
-        return points[sizes[-1]] * nbytes / sizes[-1]
+        return points[sizes[-1]] * (nbytes / sizes[-1] if sizes[-1] else 1)
     above = next(i for i, size in enumerate(sizes) if size >= nbytes)
     low, high = sizes[above - 1], sizes[above]
     share = math.log(nbytes / low) / math.log(high / low)
@@ -111,7 +112,7 @@ class Tuning:
 
     def reasons(self, collective: str, nbytes: int, ways: Sequence[Way]) -> list[tuple[str, float]]:
         """What the ways of doing it cost by this tuning, the quickest first."""
-        curves = [c for c in self.curves if c.collective == collective and c.way in ways]
+        curves = [c for c in self.curves if c.collective == collective and c.way in ways and min(c.predicted or c.measured) <= nbytes]
         costs = [(c.name, seconds) for c in curves if (seconds := c.seconds(nbytes)) is not None]
         return sorted(costs, key=lambda cost: cost[1])
 
@@ -145,16 +146,30 @@ def _thresholds(curves: Sequence[Curve]) -> list[Threshold]:
     found: list[Threshold] = []
     current: Curve | None = None
     for nbytes in _SIZES:
-        costs = {id(c): seconds for c in curves if (seconds := c.seconds(nbytes)) is not None}
-        best = min((c for c in curves if id(c) in costs), key=lambda c: costs[id(c)])
-        stays = current is not None and id(current) in costs and costs[id(current)] <= _STAY * costs[id(best)]
-        if current is None or (best is not current and not stays):
-            found.append(Threshold(WHOLE, best.topology, best.variant, best.segment_nbytes))
-            if len(found) > 1:
-                before = found[-2]
-                found[-2] = Threshold(nbytes // 2, before.topology, before.variant, before.segment_nbytes)
-            current = best
+        chosen = _choose(curves, nbytes, current)
+        if chosen is not current:
+            if found:
+                found[-1] = replace(found[-1], upto=nbytes // 2)
+            found.append(Threshold(WHOLE, chosen.topology, chosen.variant, chosen.segment_nbytes))
+            current = chosen
     return found
+
+
+def _choose(curves: Sequence[Curve], nbytes: int, current: Curve | None) -> Curve:
+    """The quickest for this size; what was tried counts more than what was only predicted, what is in use more than a small gain."""
+    tried = [c for c in curves if c.measured and min(c.measured) <= nbytes <= max(c.measured)]
+    costs = [(seconds, c) for c in tried or curves if (seconds := c.seconds(nbytes)) is not None]
+    best = min(seconds for seconds, _ in costs)
+    good = [c for seconds, c in costs if seconds <= _STAY * best]
+    return next((c for c in good if c is current), good[0])
+
+
+def choice_in(table: Table, collective: str, nbytes: int) -> str:
+    """The name of what `table` has for a size, as `Curve.name` writes it; "-" when it has nothing."""
+    for t in table.get(collective, ()):
+        if nbytes <= t.upto:
+            return Curve(collective, t.topology, t.variant, t.segment_nbytes).name
+    return "-"
 
 
 def tuning_path(comm: Comm) -> Path:
@@ -191,9 +206,10 @@ def agree(comm: Comm) -> None:
     """
     if comm.world_size == 1:
         return
-    record = np.zeros(_RECORD_NBYTES, np.uint8)
+    record, tuning = np.zeros(_RECORD_NBYTES, np.uint8), None
     if comm.rank == 0:
-        packed = msgpack.packb(_decide(comm))
+        *decision, tuning = _decide(comm)
+        packed = msgpack.packb(decision)
         record[: len(packed)] = np.frombuffer(packed, np.uint8)
     program = comm._planner.movement("broadcast", record.size, BY_NAME["uint8"], 0)
     comm._run(program, Buffers(record, record[:0]), None, perf_counter(), count=False)
@@ -207,6 +223,8 @@ def agree(comm: Comm) -> None:
         from .trial import tune
 
         share(comm, tune(comm, measured=False))
+    elif comm.rank == 0:
+        _explain(comm, tuning)
     comm.counters.forget()
     comm.recorder.forget()
 
@@ -229,12 +247,12 @@ def _adopt(comm: Comm, table: Table, source: str) -> None:
     comm._tuner.adopt(table, source)
 
 
-def _plain(table: Table) -> dict[str, list[tuple[int, str, str, int]]]:
+def _plain(table: Table) -> _Plain:
     return {c: [(t.upto, t.topology, t.variant, t.segment_nbytes) for t in thresholds] for c, thresholds in table.items()}
 
 
-def _decide(comm: Comm) -> tuple[str, str, dict[str, list[tuple[int, str, str, int]]]]:
-    """("table", "measure" or "trouble"; where it is from, or what is wrong; the table)."""
+def _decide(comm: Comm) -> tuple[str, str, _Plain, Tuning | None]:
+    """("table", "measure" or "trouble"; where it is from, or what is wrong; the table; what it was made of)."""
     wanted = os.environ.get("HOSTRING_TUNING", "").strip() or "auto"
     tuner = comm._tuner
     tuning = None
@@ -244,16 +262,15 @@ def _decide(comm: Comm) -> tuple[str, str, dict[str, list[tuple[int, str, str, i
         elif wanted == "auto" and (path := tuning_path(comm)).exists():
             tuning = load(path)
         if tuning is not None and tuning.network.world_size != comm.world_size:
-            raise ValueError(f"{wanted} is of {tuning.network.world_size} ranks, this group has {comm.world_size}")
+            raise ValueError(f"it is of {tuning.network.world_size} ranks, this group has {comm.world_size}")
     except (OSError, ValueError) as exc:
-        return "trouble", f"HOSTRING_TUNING={wanted}: {exc}", {}
-    _explain(comm, tuning)
+        return "trouble", f"HOSTRING_TUNING={wanted}: {exc}", {}, None
     if tuning is not None:
-        return "table", tuning.source, _plain(tuning.table(tuner))
+        return "table", tuning.source, _plain(tuning.table(tuner)), tuning
     near = _one_host(comm)
-    source = f"defaults for {'one host' if near else 'a network'}"
     table = default_table(tuner.rules, tuner.order, comm.world_size, one_host=near)
-    return "measure" if wanted == "measure" else "table", source, _plain(table)
+    what = "measure" if wanted == "measure" else "table"
+    return what, f"the defaults for {'one host' if near else 'a network'}", _plain(table), None
 
 
 def _one_host(comm: Comm) -> bool:
@@ -270,9 +287,8 @@ def _explain(comm: Comm, tuning: Tuning | None) -> None:
     def explain(collective: str, nbytes: int, choice: Choice) -> None:
         tuner = comm._tuner
         costs = tuning.reasons(collective, nbytes, tuner.allowed[collective]) if tuning is not None else []
-        known = "; ".join(f"{name} {seconds * 1e6:.1f} us" for name, seconds in costs[:6])
-        ruled = ", ruled" if collective in tuner.rules.ways else ""
-        others = f": {known}" if known else ""
-        print(f"hostring: {collective} of {nbytes} bytes by {choice.name}, by {tuner.source}{ruled}{others}", file=sys.stderr, flush=True)
+        known = "".join(f"; {name} {seconds * 1e6:.1f} us" for name, seconds in costs[:6])
+        ruled = f"; topology={comm.topology!r} leaves {len(tuner.allowed[collective])}" if collective in tuner.rules.ways else ""
+        print(f"hostring: {collective} of {nbytes} bytes goes by {choice.name}: {tuner.source}{ruled}{known}", file=sys.stderr, flush=True)
 
     comm._tuner.explain = explain
