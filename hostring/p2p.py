@@ -19,17 +19,16 @@ from typing import Any, Final
 import numpy as np
 
 from .casting import cast
-from .control import Control, again
+from .control import Control, Waiting, again
 from .counters import Counters
 from .dtypes import CODES, DTYPES, NAMES, Array, kind_code
 from .errors import CollectiveMismatch, HostringError, PeerLostError, ProtocolError
 from .link import Link
 from .wire import HEADER_BYTES, KIND_MESSAGE, Header, decode, message_header
-from .work import Work
+from .work import TICK, Driver, Work
 
 _SPINS: Final = 200
-_TICK: Final = 0.001  # seconds after which an operation that nobody waits for gets a driver
-_QUIET_TICKS: Final = 200  # the background thread ends after that many with nothing to do
+_QUIET_TICKS: Final = 200  # the background thread ends after so many with nothing to do
 
 
 class MessageWork(Work):
@@ -37,8 +36,8 @@ class MessageWork(Work):
 
     __slots__ = ("deadline", "into", "owner", "put_back", "result", "seconds", "src", "tag", "wanted")
 
-    def __init__(self, what: str, seconds: float, help_: Callable[[Work], None] | None = None) -> None:
-        super().__init__(what, help_)
+    def __init__(self, what: str, seconds: float, driver: Driver | None = None) -> None:
+        super().__init__(what, driver)
         self.seconds = seconds
         self.deadline = perf_counter() + seconds
         self.into: Array | None = None
@@ -94,7 +93,7 @@ class Messenger:
     def send(self, data: Array, dst: int, tag: int, seconds: float, background: bool = False, owner: Any = None) -> MessageWork:
         """Queue a flat array for `dst`. As much as the link takes is sent at once."""
         peer = self._peer(dst)
-        work = MessageWork(f"send to rank {dst}, tag {tag}", seconds, self._help)
+        work = MessageWork(f"send to rank {dst}, tag {tag}", seconds, self)
         work.wanted, work.tag, work.owner = dst, tag, data if owner is None else owner
         with self._mutex:
             header = message_header(tag, peer.sent, data.size, CODES[data.dtype], data.nbytes, self._epoch)
@@ -118,7 +117,7 @@ class Messenger:
         """Post a receive into a flat array. It is served at once when its message is already here."""
         if src is not None:
             self._peer(src)
-        work = MessageWork(f"recv from {'any rank' if src is None else f'rank {src}'}, tag {tag}", seconds, self._help)
+        work = MessageWork(f"recv from {'any rank' if src is None else f'rank {src}'}, tag {tag}", seconds, self)
         work.into, work.wanted, work.tag, work.result, work.put_back = into, src, tag, result, put_back
         with self._mutex:
             if not self._serve_from_unexpected(work):
@@ -128,10 +127,14 @@ class Messenger:
 
     def wait(self, work: MessageWork) -> Any:
         """Make progress until `work` has ended. Returns its result, or raises what it raised."""
-        self._help(work)
+        self.help(work)
         return Work.wait(work)
 
-    def _help(self, work: Work) -> None:
+    def hurry(self) -> None:
+        """See `Driver.hurry`: the background thread looks soon enough."""
+
+    def help(self, work: Work) -> None:
+        """See `Driver.help`."""
         waiting = False
         while not work.is_completed():
             if self._driver.acquire(blocking=False):
@@ -213,7 +216,7 @@ class Messenger:
     def _background(self) -> None:
         quiet = 0
         while self._cause is None and (quiet < _QUIET_TICKS or not self._retire()):
-            time.sleep(_TICK)
+            time.sleep(TICK)
             quiet = 0 if self._drive_overdue() else quiet + 1
 
     def _drive_overdue(self) -> bool:
@@ -221,7 +224,7 @@ class Messenger:
         if not self._busy():
             return False
         with self._mutex:
-            since = perf_counter() - _TICK
+            since = perf_counter() - TICK
             overdue = any(w.deadline - w.seconds < since for w in self._waiting()) or any(p.work for p in self._peers.values())
         if overdue and not self._takers and self._driver.acquire(blocking=False):
             try:
@@ -293,13 +296,14 @@ class Messenger:
         with self._mutex:
             late = [w for w in self._waiting() if now > w.deadline]
         for work in late[:1]:
-            waits_for = work.wanted if work.wanted is not None else min(self._peers)
-            self._fail(self._control.timed_out(waits_for, work.what, "did not take part", work.seconds))
+            self._control.receiving = self._as_waiting(work)
+            self._fail(self._control.timed_out(self._as_waiting(work), "did not take part", work.seconds))
 
     def _sleep(self, deadline: float | None, until: Callable[[], bool]) -> None:
         poller = select.poll()
         with self._mutex:
-            deadlines = [w.deadline for w in self._waiting()]
+            waiting = self._waiting()
+            deadlines = [w.deadline for w in waiting]
             for peer in self._peers.values():
                 if peer.lost is None:
                     poller.register(peer.link.fileno(), peer.link.arm(True, bool(peer.outgoing)))
@@ -312,6 +316,7 @@ class Messenger:
                 self._sleeping = False
                 return
         seconds = min([self._control.patience(), *(d - perf_counter() for d in [*deadlines, *([deadline] if deadline else [])])])
+        self._control.receiving = self._as_waiting(waiting[0]) if waiting else None
         events = poller.poll(max(0.0, seconds) * 1000 + 1)
         self._sleeping = False
         if self._wake is not None and any(fd == self._wake[0] for fd, _ in events):
@@ -320,6 +325,10 @@ class Messenger:
             self._control.hear(events)
         except HostringError as exc:
             self._fail(exc)
+        self._control.receiving = None
+
+    def _as_waiting(self, work: MessageWork) -> Waiting:
+        return Waiting(min(self._peers) if work.wanted is None else work.wanted, work.what)
 
     # ------------------------------------------------------------------ one link
 

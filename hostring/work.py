@@ -7,19 +7,32 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
+from typing import Any, Final, Protocol
 
 from .errors import OperationTimeout
+
+TICK: Final = 0.001  # seconds after which what nobody waits for is begun
+_QUIET_TICKS: Final = 200
+
+
+class Driver(Protocol):
+    """What carries works out: by itself, but not at once, so that whoever waits can do it in its own thread."""
+
+    def help(self, work: Work) -> None:
+        """Carry `work` out here, when nobody has begun."""
+
+    def hurry(self) -> None:
+        """Begin now: somebody relies on the end of a work without waiting for it here."""
 
 
 class Work:
     """An operation under way. `wait()` returns its result, or raises what it raised."""
 
-    __slots__ = ("_callbacks", "_done", "_error", "_help", "_lock", "_result", "what")
+    __slots__ = ("_callbacks", "_done", "_driver", "_error", "_lock", "_result", "what")
 
-    def __init__(self, what: str, help_: Callable[[Work], None] | None = None) -> None:
+    def __init__(self, what: str, driver: Driver | None = None) -> None:
         self.what = what
-        self._help = help_  # carries it out in the thread that waits, when nobody has begun
+        self._driver = driver
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Work], object]] = []
@@ -44,8 +57,11 @@ class Work:
             OperationTimeout: `timeout` passed; the operation goes on.
             BaseException: whatever the operation raised.
         """
-        if timeout is None and self._help is not None and not self._done.is_set():
-            self._help(self)
+        if self._driver is not None and not self._done.is_set():
+            if timeout is None:
+                self._driver.help(self)
+            if not self._done.is_set():
+                self._driver.hurry()
         if not self._done.wait(timeout):
             raise OperationTimeout(f"{self.what} was not done within {timeout:.1f} s of waiting; it goes on")
         if self._error is not None:
@@ -55,10 +71,13 @@ class Work:
     def add_done_callback(self, callback: Callable[[Work], object]) -> None:
         """Call `callback(self)` when it ends, on the thread that ends it; at once when it has ended."""
         with self._lock:
-            if not self._done.is_set():
+            done = self._done.is_set()
+            if not done:
                 self._callbacks.append(callback)
-                return
-        callback(self)
+        if done:
+            callback(self)
+        elif self._driver is not None:
+            self._driver.hurry()
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """End it. For the side that carries the operation out."""
@@ -73,9 +92,9 @@ class Work:
 class Turns:
     """Gives the operations of one group their order: first come, first served, over all threads.
 
-    A blocking call runs in its own thread when nothing is queued. What is queued is worked off by one daemon thread, which
-    starts with the first asynchronous call, or by whoever waits for it, when the daemon has not begun: a hand-over between
-    threads costs ten times what a small collective does.
+    A blocking call runs in its own thread when nothing is queued. What is queued is worked off by whoever waits for it, else
+    by one daemon thread, which starts with the first asynchronous call and looks once in a millisecond: most calls are waited
+    for at once, and waking a thread costs several times what a small collective does.
 
     Attributes:
         turn: held by whoever runs an operation. queued: what nobody has begun yet.
@@ -89,6 +108,7 @@ class Turns:
         self._starting = threading.Lock()
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._parked = False
 
     def run(self, job: Callable[..., Any], what: str, *args: Any) -> Any:
         """Run `job(*args)` here when it is its turn at once, or in this thread's own turn; else behind the queue."""
@@ -105,12 +125,23 @@ class Turns:
 
     def submit(self, job: Callable[[], Any], what: str) -> Work:
         """Queue `job`."""
-        work = Work(what, self._help)
+        work = Work(what, self)
         self.queued.append((job, work))
         if self._thread is None:
             self._start()
-        self._wake.put(True)
+        if self._parked:
+            self._wake.put(True)
         return work
+
+    def help(self, work: Work) -> None:
+        """See `Driver.help`. What was queued before `work` comes first; nothing after it is begun."""
+        while not work.is_completed() and self.turn.acquire(blocking=False):
+            if not self._next():
+                break
+
+    def hurry(self) -> None:
+        """See `Driver.hurry`."""
+        self._wake.put(True)
 
     def _start(self) -> None:
         with self._starting:
@@ -119,14 +150,26 @@ class Turns:
                 self._thread.start()
 
     def _loop(self) -> None:
-        while self._wake.get():
-            self.turn.acquire()
-            self._next()
+        quiet, stay = 0, True
+        while stay:
+            stay = self._look(quiet)
+            quiet = 0 if self.queued else quiet + 1
+            while self.queued:
+                self.turn.acquire()
+                self._next()
 
-    def _help(self, work: Work) -> None:
-        while not work.is_completed() and self.turn.acquire(blocking=False):
-            if not self._next():
-                break
+    def _look(self, quiet: int) -> bool:
+        """Pass a tick, or sleep until the next call when it has been quiet. Returns False when the group is closed."""
+        if quiet < _QUIET_TICKS:
+            try:
+                return self._wake.get(timeout=TICK)
+            except queue.Empty:
+                return True
+        self._parked = True
+        try:
+            return True if self.queued else self._wake.get()
+        finally:
+            self._parked = False
 
     def _next(self) -> bool:
         """Run the first in the queue, with the turn held, and give the turn up. Returns whether there was one."""

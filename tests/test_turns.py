@@ -35,20 +35,37 @@ def test_order_is_kept_between_queued_and_blocking_calls():
     assert turns.close(5)
 
 
-def test_whoever_waits_works_off_what_nobody_has_begun():
+def test_whoever_waits_carries_it_out():
     turns = Turns("t")
-    turns.turn.acquire()  # the worker finds the turn taken, as when it is late
-    threads: list[int] = []
-    works = [turns.submit(lambda: threads.append(threading.get_ident()), "job") for _ in range(3)]
-    time.sleep(0.05)
-    turns._thread, worker = None, turns._thread  # a worker that never comes
-    turns._wake.put(False)
-    turns.turn.release()
-    works[2].wait()
-    assert len(threads) == 3
-    assert worker is not None
-    worker.join(5)
-    assert set(threads) <= {threading.get_ident(), worker.ident}
+    turns.submit(lambda: None, "starts the thread").wait()
+    threads: set[int] = set()
+    for _ in range(20):
+        works = [turns.submit(lambda: threads.add(threading.get_ident()), "job") for _ in range(3)]
+        works[2].wait()
+    assert threading.get_ident() in threads
+    assert turns.close(5)
+
+
+def test_what_nobody_waits_for_is_done_all_the_same():
+    turns = Turns("t")
+    for pause in (0.0, 0.3):  # while the thread ticks, and after it has gone to sleep
+        time.sleep(pause)
+        work = turns.submit(threading.get_ident, "job")
+        give_up = time.monotonic() + 5
+        while not work.is_completed() and time.monotonic() < give_up:
+            time.sleep(0.001)
+        assert work.wait() != threading.get_ident()
+    assert turns.close(5)
+
+
+def test_a_callback_does_not_wait_for_the_tick():
+    turns = Turns("t")
+    turns.submit(lambda: None, "starts the thread").wait()
+    done = threading.Event()
+    work = turns.submit(threading.get_ident, "job")
+    work.add_done_callback(lambda _: done.set())
+    assert done.wait(5)
+    assert turns.close(5)
 
 
 def test_a_waiter_stops_at_its_own_work():
