@@ -11,7 +11,7 @@ from torch._C import _distributed_c10d as c10d
 
 import hostring
 from hostring.integrations.torch_pg.streams import in_order
-from hostring.integrations.torch_pg.work import AllOf, CommWork, seconds
+from hostring.integrations.torch_pg.work import AllOf, CommWork, handle, seconds
 
 Tensor = torch.Tensor
 _TorchGroup: Any = c10d.ProcessGroup  # torch's stubs declare overloads that no override can satisfy
@@ -155,16 +155,16 @@ class Core(_TorchGroup):  # type: ignore[misc]
         if opts.asyncOp or self._batch is not None:
             return self._queued(outputs, self.comm.turn(in_order(job, tensors), what=what, async_op=True))
         self.comm.turn(job, what=what)
-        return CommWork(outputs)
+        return handle(outputs)
 
     def _queued(self, outputs: Any, work: hostring.Work) -> CommWork:
         if self._batch is not None:
             self._batch.append(work)
-        return CommWork(outputs, work)
+        return handle(outputs, work)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._batch = []
 
     def _end_coalescing(self, device: torch.device) -> CommWork:
         works, self._batch = self._batch, None
-        return CommWork([], AllOf(works) if works else None)
+        return handle([], AllOf(works) if works else None)

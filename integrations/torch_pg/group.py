@@ -14,7 +14,7 @@ from hostring.integrations.torch_pg.messages import Messages
 from hostring.integrations.torch_pg.options import OPS, PREMUL, factor, given, listed
 from hostring.integrations.torch_pg.sparse import all_reduce_sparse
 from hostring.integrations.torch_pg.streams import synchronize
-from hostring.integrations.torch_pg.work import CommWork
+from hostring.integrations.torch_pg.work import CommWork, handle
 
 Tensor = torch.Tensor
 
@@ -31,7 +31,7 @@ class ProcessGroup(Lists, Messages, Core):
             return self._reductions(tensors, opts)
         if not opts.asyncOp and self._batch is None:
             self.comm.all_reduce(tensor, name, timeout=self._seconds(opts.timeout))
-            return CommWork(tensors)
+            return handle(tensors)
         if tensor.is_cpu:
             return self._queued(tensors, self.comm.all_reduce(tensor, name, async_op=True, timeout=self._seconds(opts.timeout)))
         return self._reductions(tensors, opts)

@@ -23,51 +23,51 @@ def seconds(timeout: timedelta | None) -> float | None:
     return timeout.total_seconds()
 
 
-class CommWork(c10d.Work):
-    """A call that was made. Without `work` it is done.
+_Work: Any = c10d.Work
 
-    Args:
+
+class CommWork(_Work):  # type: ignore[misc]
+    """A call that was made.
+
+    Attributes:
         outputs: the tensors it writes, the value of its future.
-        work: hostring's handle of it.
+        work: hostring's handle of it; None when it is done.
     """
 
-    def __init__(self, outputs: Any, work: hostring.Work | AllOf | None = None) -> None:
-        super().__init__()
-        self._outputs, self._work = outputs, work
-        self._future: Any = None
+    __slots__ = ("_future", "outputs", "work")  # and no __init__: each would cost a blocking call more than a microsecond
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Wait for the end; raise what the call raised, with its type kept."""
-        if self._work is not None:
-            self._work.wait(seconds(timeout))
+        if self.work is not None:
+            self.work.wait(seconds(timeout))
         return True
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._work is None or self._work.is_completed()
+        return self.work is None or self.work.is_completed()
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        return None if self._work is None else self._work.exception()
+        return None if self.work is None else self.work.exception()
 
     def result(self) -> Any:
-        return self._outputs
+        return self.outputs
 
     def source_rank(self) -> int:
         """The rank that a receive was served by."""
-        return getattr(self._work, "src", None) or 0
+        return getattr(self.work, "src", None) or 0
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future whose value is the list of output tensors."""
-        if self._future is None:
-            self._future = self._then(self._value)
-        future: torch.futures.Future[Any] = self._future
+        future: torch.futures.Future[Any] | None = getattr(self, "_future", None)
+        if future is None:
+            future = self._future = self._then(self._value)
         return future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
@@ -80,17 +80,24 @@ class CommWork(c10d.Work):
         error = self.exception()
         if error is not None:
             raise error
-        return self._outputs
+        return self.outputs
 
     def _then(self, value: Callable[[], Any]) -> Any:
         # `set_exception` would make torch's C++ side read the exception as the value, and crash
-        base: torch.futures.Future[Any] = torch.futures.Future(devices=_devices(self._outputs))
+        base: torch.futures.Future[Any] = torch.futures.Future(devices=_devices(self.outputs))
         future = base.then(lambda _: value())
-        if self._work is None or self._work.is_completed():
+        if self.work is None or self.work.is_completed():
             base.set_result(None)
         else:
-            self._work.add_done_callback(lambda _: _callbacks.run(lambda: base.set_result(None)))
+            self.work.add_done_callback(lambda _: _callbacks.run(lambda: base.set_result(None)))
         return future
+
+
+def handle(outputs: Any, work: hostring.Work | AllOf | None = None) -> CommWork:
+    """A `CommWork`; without `work`, one that is done."""
+    made = CommWork()
+    made.outputs, made.work = outputs, work
+    return made
 
 
 class AllOf:
