@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import select
 import struct
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Final
 
 import msgpack
 
 from . import errors
-from .errors import GroupClosedError, HostringError, OperationTimeout, PeerLostError, ProtocolError
+from .errors import CollectiveMismatch, GroupClosedError, HostringError, OperationTimeout, PeerLostError, ProtocolError
 from .link import Link
+from .message import unpack
+from .wire import Call
 
 _PREFIX: Final = struct.Struct("<4sI")
 _MAGIC: Final = b"hCtl"
@@ -26,26 +29,45 @@ SETTLE_SECONDS: Final = 0.5  # how long a first cause may take to arrive after a
 @dataclass
 class _Peer:
     link: Link
-    received: bytearray
+    received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
     gone: str | None = None  # why nothing more will come
     farewell: bool = False  # it closed the group in an orderly way
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """What a rank sleeps in: an operation named `what`, waiting for `peer`; `call` number `seq` when it is a collective."""
+
+    peer: int
+    what: str
+    call: Call | None = None
+    seq: int = -1
+
+    def words(self) -> str:
+        """What all ranks must say alike for this number."""
+        return "" if self.call is None else self.call.describe(self.seq)
+
+
 class Control:
-    """All control links of this rank.
+    """All control links of this rank. A thread in a collective and one that receives messages may both be in here.
 
     Attributes:
         cause: the first failure that this rank knows of; everything after it raises the same.
-        waiting: what this rank is doing while it sleeps: (rank it waits for, description), for whoever asks.
+        waiting: what this rank sleeps in, for whoever asks; None while it is awake.
+        receiving: the same for messages.
     """
 
     def __init__(self, rank: int, links: Mapping[int, Link]) -> None:
         self._rank = rank
-        self._peers = {peer: _Peer(link, bytearray()) for peer, link in links.items()}
+        self._peers = {peer: _Peer(link) for peer, link in links.items()}
         self._by_fd = {link.fileno(): peer for peer, link in links.items()}
-        self._states: dict[int, tuple[int, str]] = {}
+        self._states: dict[int, tuple[int, int, str]] = {}  # of those that answered: whom they wait for, call number, words
+        self._asked: set[int] = set()
+        self._reading, self._telling = threading.Lock(), threading.Lock()
         self.cause: HostringError | None = None
-        self.waiting: tuple[int, str] | None = None
+        self.waiting: Waiting | None = None
+        self.receiving: Waiting | None = None
 
     def register(self, poller: select.poll) -> None:
         """Let `poller` wake up for what comes here."""
@@ -59,7 +81,8 @@ class Control:
         A rank that is gone may have done its part before: it is an error only for an operation that then stands still.
 
         Raises:
-            HostringError: the first cause, when a peer passed one on; `PeerLostError` when nothing came and a rank has died.
+            HostringError: the first cause, when a peer passed one on; `PeerLostError` when nothing came and a rank has died;
+                `CollectiveMismatch` when a peer that was asked sleeps in another call of the same number.
         """
         for fd, _ in events:
             peer = self._by_fd.get(fd)
@@ -67,10 +90,23 @@ class Control:
                 self._read(peer)
         if self.cause is not None:
             raise again(self.cause)
+        if self._states and self.waiting is not None:
+            self._compare(self.waiting)
         if not events:
             for peer, state in self._peers.items():
                 if state.gone is not None and not state.farewell:
                     raise PeerLostError(peer, state.gone)
+
+    def ask(self, peer: int) -> None:
+        """Ask `peer` what it sleeps in: two ranks that each wait for the other's first message would wait for ever."""
+        if peer in self._peers and peer not in self._asked and self._peers[peer].gone is None:
+            self._asked.add(peer)
+            self._tell(peer, {"what": "probe"})
+
+    def _compare(self, mine: Waiting) -> None:
+        for peer, (_, seq, theirs) in self._states.items():
+            if seq == mine.seq and theirs and theirs != mine.words():
+                raise CollectiveMismatch(f"this rank calls {mine.words()}; rank {peer} calls {theirs}; each waits for the other", peer)
 
     def alive(self) -> int:
         """How many other ranks have not gone, as far as this one can see now."""
@@ -84,44 +120,60 @@ class Control:
     def _read(self, peer: int) -> None:
         state = self._peers[peer]
         chunk = bytearray(4096)
-        try:
-            while n := state.link.recv_into(chunk):
-                state.received += chunk[:n]
-                self._frames(peer, state)
-        except PeerLostError as exc:
-            state.gone = exc.reason
+        with self._reading:
+            try:
+                while n := state.link.recv_into(chunk):
+                    state.received += chunk[:n]
+                    self._frames(peer, state)
+            except PeerLostError as exc:
+                state.gone = exc.reason
 
     def _frames(self, peer: int, state: _Peer) -> None:
         while len(state.received) >= _PREFIX.size:
             magic, nbytes = _PREFIX.unpack_from(state.received)
             if magic != _MAGIC or nbytes > _MAX_NBYTES:
-                self.cause = self.cause or ProtocolError(f"rank {peer} sent bytes on its control link that are no control frame", peer)
+                self._nonsense(peer, state)
                 return
             if len(state.received) < _PREFIX.size + nbytes:
                 return
-            body = msgpack.unpackb(bytes(state.received[_PREFIX.size : _PREFIX.size + nbytes]))
+            frame = bytes(state.received[_PREFIX.size : _PREFIX.size + nbytes])
             del state.received[: _PREFIX.size + nbytes]
-            self._obey(peer, state, body)
+            try:
+                self._obey(peer, state, unpack(frame))
+            except (ValueError, TypeError, AttributeError, KeyError, OverflowError):  # whatever a frame holds that none should
+                self._nonsense(peer, state)
+                return
+
+    def _nonsense(self, peer: int, state: _Peer) -> None:
+        self.cause = self.cause or ProtocolError(f"rank {peer} sent bytes on its control link that are no control frame", peer)
+        state.received.clear()
+        state.gone = "it sent nonsense on its control link"
 
     def _obey(self, peer: int, state: _Peer, body: dict[str, Any]) -> None:
         what = body.get("what")
         if what == "abort":
             self.cause = self.cause or _from_words(body, peer)
         elif what == "probe":
-            waits_for, words = self.waiting or (-1, "is not waiting")
-            self._tell(peer, {"what": "state", "waits_for": waits_for, "words": words})
+            mine = self.waiting or self.receiving or Waiting(-1, "")
+            self._tell(peer, {"what": "state", "waits_for": mine.peer, "seq": mine.seq, "words": mine.words()})
         elif what == "state":
-            self._states[peer] = (int(body["waits_for"]), str(body["words"]))
+            self._states[peer] = (int(body["waits_for"]), int(body["seq"]), str(body["words"]))
+            self._asked.discard(peer)
         elif what == "farewell":
             state.farewell = True
 
     def _tell(self, peer: int, body: dict[str, Any]) -> None:
         packed = msgpack.packb(body)
-        try:
-            self._peers[peer].link.send((_PREFIX.pack(_MAGIC, len(packed)), packed))
-        except PeerLostError as exc:
-            if self._peers[peer].gone is None:
-                self._peers[peer].gone = exc.reason
+        state = self._peers[peer]
+        with self._telling:
+            if len(state.unsent) > _MAX_NBYTES:  # it has not read for very long; what is in its pipe must stay whole
+                return
+            state.unsent += _PREFIX.pack(_MAGIC, len(packed)) + packed
+            try:
+                taken = state.link.send((bytes(state.unsent),))
+                del state.unsent[:taken]
+            except PeerLostError as exc:
+                state.gone = state.gone or exc.reason
 
     def flood(self, cause: HostringError) -> None:
         """Tell everyone the first cause. Never waits."""
@@ -140,7 +192,7 @@ class Control:
 
         A peer that gives up closes its links after it has said why, so a broken link alone is no proof of death.
         """
-        suspect = failure.rank
+        suspect = failure.rank if isinstance(failure, PeerLostError) else None
         give_up = perf_counter() + SETTLE_SECONDS
         while self.cause is None and suspect is not None and suspect in self._peers and self._peers[suspect].gone is None:
             if not self._listen(give_up - perf_counter()):
@@ -178,16 +230,14 @@ class Control:
             waits_for = self._states[waits_for][0]
         return waits_for
 
-    def timed_out(self, waits_for: int, what: str, progress: str, seconds: float) -> HostringError:
-        """The error for a deadline that passed while this rank waited for `waits_for`; or the first cause, when one comes in."""
-        self.waiting = (waits_for, what)
-        culprit = self.culprit(waits_for)
+    def timed_out(self, mine: Waiting, progress: str, seconds: float) -> HostringError:
+        """The error for a deadline that passed in `mine`; or the first cause, when one comes in."""
+        culprit = self.culprit(mine.peer)
         if self.cause is not None:
             return again(self.cause)
-        behind = "" if culprit == waits_for else f" (rank {waits_for} itself waits for rank {culprit})"
-        return OperationTimeout(
-            f"{what}: rank {waits_for} {progress} in {seconds:.1f} s{behind}; raise the timeout if rank {culprit} is only slow", culprit
-        )
+        behind = "" if culprit == mine.peer else f" (rank {mine.peer} itself waits for rank {culprit})"
+        what = f"{mine.what}: rank {mine.peer} {progress} in {seconds:.1f} s{behind}"
+        return OperationTimeout(f"{what}; raise the timeout if rank {culprit} is only slow", culprit)
 
     def close(self) -> None:
         for state in self._peers.values():
@@ -209,14 +259,15 @@ def _to_words(cause: HostringError) -> dict[str, Any]:
 
 
 def _from_words(body: dict[str, Any], peer: int) -> HostringError:
-    kind: Any = getattr(errors, str(body.get("kind")), HostringError)
-    if not (isinstance(kind, type) and issubclass(kind, HostringError)) or kind is GroupClosedError:
-        kind = HostringError
+    named = getattr(errors, str(body.get("kind")), None)
+    kind = named if isinstance(named, type) and issubclass(named, HostringError) and named is not GroupClosedError else HostringError
     rank = None if body.get("rank", -1) < 0 else int(body["rank"])
     message = str(body.get("message"))
     if "(reported by rank" not in message and rank != peer:
         message += f" (reported by rank {peer})"
-    return PeerLostError(rank, message) if kind is PeerLostError and rank is not None else kind(message, rank)
+    if kind is PeerLostError:
+        return HostringError(message) if rank is None else PeerLostError(rank, message)
+    return kind(message, rank)
 
 
 def again(cause: HostringError) -> HostringError:

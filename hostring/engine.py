@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .control import Control
+from .control import Control, Waiting
 from .counters import FOLD, TRANSFER, WAIT, Counters
 from .dtypes import Array
 from .program import Buffers, Direct, Incoming, Pipe, Program, Stage, Step
@@ -253,13 +253,18 @@ class Engine:
     ) -> None:  # fmt: skip
         """Wait in the kernel until a link of this round, or a control link, has something."""
         late = pending[0].peer if pending else unsent[0].peer
-        what = f"{program.call.collective} #{program.seq}"
-        self._control.waiting = (late, what)
-        remaining = started + timeout - perf_counter()
-        if remaining <= 0:
-            progress = pending[0].progress() if pending else "took no more bytes"
-            raise self._control.timed_out(late, what, progress, timeout)
-        self._control.hear(poller.poll(min(remaining, self._control.patience()) * 1000))
+        control = self._control
+        control.waiting = mine = Waiting(late, f"{program.call.collective} #{program.seq}", program.call, program.seq)
+        try:
+            remaining = started + timeout - perf_counter()
+            if remaining <= 0:
+                raise control.timed_out(mine, pending[0].progress() if pending else "took no more bytes", timeout)
+            events = poller.poll(min(remaining, control.patience()) * 1000)
+            control.hear(events)
+            if not events:
+                control.ask(late)
+        finally:
+            control.waiting = None
 
 
 def fold(step: Step, b: Buffers) -> None:

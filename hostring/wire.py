@@ -62,6 +62,14 @@ class Call:
             )
         )  # fmt: skip
 
+    def describe(self, seq: int) -> str:
+        """In words, as call number `seq`."""
+        header = self.header(0, 0, 0, 0)
+        SEQ.pack_into(header, SEQ_OFFSET, seq)
+        decoded = decode(header)
+        assert decoded is not None
+        return decoded.describe_call()
+
 
 @dataclass(frozen=True)
 class Header:
@@ -82,8 +90,8 @@ class Header:
     payload_dtype: int
     payload_nbytes: int
 
-    def describe(self) -> str:
-        """In words: what the sender of this header was doing."""
+    def describe_call(self) -> str:
+        """In words: which call the sender of this header was in."""
         name = COLLECTIVES[self.collective] if self.collective < len(COLLECTIVES) else f"collective {self.collective}"
         words = [f"{name} #{self.seq} of {self.n_elements} elements, {kind_name(self.dtype)}"]
         if self.op < len(OPS):
@@ -92,10 +100,13 @@ class Header:
             words.append(f"root {self.detail}")
         elif self.detail:
             words.append(f"counts {self.detail:08x}")
-        order = ORDERS[self.order] if self.order < len(ORDERS) else self.order
-        words.append(f"order {order}, schedule {self.schedule}, epoch {self.epoch}")
-        words.append(f"round {self.round}.{self.part}, payload {self.payload_nbytes} bytes of {self.dtype_name()}")
+        words.append(f"order {ORDERS[self.order] if self.order < len(ORDERS) else self.order}")
         return ", ".join(words)
+
+    def describe(self) -> str:
+        """In words: what the sender of this header was doing."""
+        message = f"round {self.round}.{self.part}, payload {self.payload_nbytes} bytes of {self.dtype_name()}"
+        return f"{self.describe_call()}, schedule {self.schedule}, epoch {self.epoch}, {message}"
 
     def dtype_name(self) -> str:
         return NAMES[self.payload_dtype] if self.payload_dtype < len(NAMES) else f"dtype code {self.payload_dtype}"
