@@ -157,7 +157,9 @@ def _thresholds(curves: Sequence[Curve]) -> list[Threshold]:
 
 def _choose(curves: Sequence[Curve], nbytes: int, current: Curve | None) -> Curve:
     """The quickest for this size; what was tried counts more than what was only predicted, what is in use more than a small gain."""
-    tried = [c for c in curves if c.measured and min(c.measured) <= nbytes <= max(c.measured)]
+    sizes = sorted({size for c in curves for size in c.measured})
+    near = min(max(nbytes, sizes[0]), sizes[-1]) if sizes else 0
+    tried = [c for c in curves if c.measured and min(c.measured) <= near <= max(c.measured)]
     costs = [(seconds, c) for c in tried or curves if (seconds := c.seconds(nbytes)) is not None]
     best = min(seconds for seconds, _ in costs)
     good = [c for seconds, c in costs if seconds <= _STAY * best]
