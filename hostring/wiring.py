@@ -63,8 +63,10 @@ class Wiring:
 
         Raises:
             HandshakeError: a contract differs, or a peer refuses us for good.
+            ValueError: the contract is too large for a hello.
             RendezvousError: the deadline passed; names the ranks without a link.
         """
+        self.hello.to_bytes(bytes(16))  # a contract that doesn't fit is an error now, and not the reason of many failed attempts
         loop = asyncio.SelectorEventLoop()
         stop = asyncio.Event()
 
@@ -119,7 +121,7 @@ class Wiring:
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except HostringError as exc:
+        except Exception as exc:
             self._fail(exc)
 
     async def _stopped(self, stop: asyncio.Event) -> None:
@@ -144,7 +146,7 @@ class Wiring:
         return f"{text} ({'; '.join(tried)})" if tried else f"{text}; nobody dialled from there: is a firewall between the hosts?"
 
     def _accepted(self, sock: socket.socket, who: str) -> None:
-        if len(self._greetings) >= STRANGERS_LIMIT:  # the one that has kept silent longest makes room
+        if len(self._greetings) >= STRANGERS_LIMIT + len(self.accepts):  # the one that has kept silent longest makes room
             self._greetings.popitem(last=False)[0].cancel()
         task = asyncio.ensure_future(self._greet(sock, who))
         self._greetings[task] = None

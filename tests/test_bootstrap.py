@@ -6,7 +6,10 @@ import glob
 import json
 import logging
 import os
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -34,8 +37,9 @@ KINDS = ("data", "control", "p2p")
 
 
 @pytest.fixture(autouse=True)
-def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """So that socket files of other processes don't count as ours. Short, for a socket's path may not be long."""
+    tmp_path_factory.getbasetemp()  # pytest's own must not be made in there
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield
@@ -381,7 +385,7 @@ def test_fifty_strangers_neither_get_in_nor_hold_up_the_start(open_start: OpenSt
 
 
 def test_more_silent_strangers_than_fit_make_room(open_start: OpenStart) -> None:
-    strangers = [open_start.stranger(b"\x10") for _ in range(wiring.STRANGERS_LIMIT + 30)]
+    strangers = [open_start.stranger(b"\x10") for _ in range(wiring.STRANGERS_LIMIT + 50)]
     assert open_start.finish() < 4.0
     for sock in strangers:
         sock.close()
@@ -735,6 +739,44 @@ def test_connecting_works_inside_a_running_event_loop() -> None:
     group = asyncio.run(directly())
     assert set(group.data) == {1}
     group.close()
+
+
+def test_a_contract_too_large_for_a_hello_is_refused_at_once() -> None:
+    started = time.monotonic()
+    outcomes = form(configs(2), contracts=[{"order": "x" * 5000}] * 2)
+    assert [type(outcome) for outcome in outcomes] == [ValueError, ValueError]
+    assert "over the limit of 4096" in str(outcomes[0])
+    assert time.monotonic() - started < 5.0
+
+
+ALONE = """
+import logging, sys
+from hostring.bootstrap import connect
+from hostring.config import Config, from_environment
+logging.getLogger("hostring").setLevel(logging.ERROR)
+print("up", flush=True)
+connect(from_environment(), neighbours=lambda rank, n: set(), contract={})
+"""
+
+
+@pytest.mark.parametrize("where", ["rank 0 in the store", "rank 1 without a store", "ring"])
+def test_ctrl_c_ends_every_wait_of_the_start(where: str, tmp_path: Path) -> None:
+    env = {"RANK": "1" if "1" in where else "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if where == "ring":
+        path = tmp_path / "ring.json"
+        keys = {"master_ip": None, "master_port": 9002, "port": free_port(), "right_ip": "127.0.0.1", "right_port": free_port()}
+        path.write_text(json.dumps({**keys, "rank": 1, "world_size": 3}))
+        env = {"RING_CONFIG": str(path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = subprocess.Popen([sys.executable, "-c", ALONE], env={**os.environ, **env}, text=True, **pipes)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "up\n"
+    time.sleep(1.0)
+    running.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    _, err = running.communicate(timeout=30)
+    assert time.monotonic() - started < 6.0
+    assert "KeyboardInterrupt" in err.splitlines()[-1]
 
 
 def test_torch_store_brings_ranks_together() -> None:
