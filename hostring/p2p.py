@@ -385,7 +385,11 @@ class Messenger:
         if peer.work is not None and peer.work.into is not None and peer.work.into.dtype == dtype:
             peer.side, peer.body = None, _bytes(peer.work.into)
         else:
-            peer.side = np.empty(header.n_elements, dtype)
+            try:
+                peer.side = np.empty(header.n_elements, dtype)  # takes memory only as bytes come
+            except (MemoryError, ValueError):
+                what = f"a message of {header.payload_nbytes} bytes, for which there is no memory"
+                raise ProtocolError(f"rank {rank} announced {what}", rank) from None
             peer.body = _bytes(peer.side)
 
     def _end(self, rank: int, peer: _Peer) -> None:
