@@ -16,6 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+_DEEPEST = 16
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,20 @@ class _Cursor:
     def text(self) -> str:
         return self.take(self.scalar("<Q")).decode("utf-8", "replace")
 
-    def value(self, kind: int) -> Any:
+    def many(self, count: int, letter: str) -> tuple[Any, ...]:
+        raw = self.take(count * struct.calcsize(f"<{letter}"))  # first: a count that can't be is refused before it is believed
+        return struct.unpack(f"<{count}{letter}", raw)
+
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.text()
         if kind == _ARRAY:
+            if depth > _DEEPEST:
+                raise ValueError(f"{self.path}: metadata arrays are nested more than {_DEEPEST} deep")
             element, count = self.scalar("<I"), self.scalar("<Q")
             if element in _SCALARS:
-                form = f"<{count}{_SCALARS[element][1]}"
-                return list(struct.unpack(form, self.take(struct.calcsize(form))))
-            return [self.value(element) for _ in range(count)]
+                return list(self.many(count, _SCALARS[element][1]))
+            return [self.value(element, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:
             raise ValueError(f"{self.path}: metadata of unknown type {kind} at byte {self.at}")
         return self.scalar(_SCALARS[kind])
@@ -85,9 +91,11 @@ def read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str, 
     found = []
     for _ in range(n_tensors):
         name = cursor.text()
-        dims = struct.unpack(f"<{(n := cursor.scalar('<I'))}Q", cursor.take(8 * n))
+        dims = cursor.many(cursor.scalar("<I"), "Q")
         found.append((name, tuple(reversed(dims)), GGMLQuantizationType(cursor.scalar("<I")), cursor.scalar("<Q")))
-    alignment = int(fields.get("general.alignment", 32))
+    alignment = fields.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"{path}: general.alignment is {alignment!r}, expected a number of bytes")
     start = -(-cursor.at // alignment) * alignment
     tensors = {}
     for name, shape, kind, offset in found:
@@ -102,6 +110,10 @@ def read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str, 
 
 
 def _tensor(shape: tuple[int, ...], kind: GGMLQuantizationType, offset: int) -> TensorInfo:
+    if kind not in GGML_QUANT_SIZES:
+        raise ValueError(f"the block format {kind.name} is not supported")
+    if not shape:
+        raise ValueError("a tensor without dimensions")
     block, block_nbytes = GGML_QUANT_SIZES[kind]
     if shape[-1] % block:
         raise ValueError(f"rows of {shape[-1]} elements are not whole {kind.name} blocks of {block}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -72,14 +72,17 @@ class SafetensorsCheckpoint:
         fields = _read_json(directory / "config.json")
         index = directory / "model.safetensors.index.json"
         if index.exists():
-            self._files: dict[str, Path] = {n: directory / f for n, f in _read_json(index)["weight_map"].items()}
+            files = _read_json(index).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+                raise ValueError(f"{index}: weight_map should say which file holds each tensor")
+            self._files: dict[str, Path] = {name: directory / file for name, file in files.items()}
         else:
             single = sorted(directory.glob("*.safetensors"))
             if len(single) != 1:
                 raise FileNotFoundError(
                     f"{directory} has {len(single)} .safetensors files and no model.safetensors.index.json; one file or an index is needed"
                 )
-            with safe_open(single[0], framework="pt") as opened:
+            with _open(single[0]) as opened:
                 self._files = dict.fromkeys(opened.keys(), single[0])
         self.config = ModelConfig.from_hf(fields, self._files.keys())
         self.bytes_read = 0
@@ -90,7 +93,7 @@ class SafetensorsCheckpoint:
         if file is None:
             raise missing(self.directory, part)
         if file not in self._opened:
-            self._opened[file] = safe_open(file, framework="pt")  # stays mapped for the life of the checkpoint
+            self._opened[file] = _open(file)  # stays mapped for the life of the checkpoint
         tensor = self._opened[file].get_slice(part.name)
         check_shape(file, part, tuple(tensor.get_shape()))
         rows = slice(part.rows.start, part.rows.stop)
@@ -145,5 +148,17 @@ def save_hf(model: Decoder, directory: str | Path, dtype: torch.dtype = torch.bf
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"no {path.name} in {path.parent}")
-    found: dict[str, Any] = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"{path} can't be read as JSON: {exc}") from exc
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} should hold a JSON object")
     return found
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as exc:
+        raise ValueError(f"{file} is no safetensors file, or is cut off: {exc}") from exc
