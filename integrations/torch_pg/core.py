@@ -14,6 +14,7 @@ from hostring.integrations.torch_pg.streams import in_order
 from hostring.integrations.torch_pg.work import AllOf, CommWork, handle, seconds
 
 Tensor = torch.Tensor
+Timeout = timedelta | None
 _TorchGroup: Any = c10d.ProcessGroup  # torch's stubs declare overloads that no override can satisfy
 
 
@@ -96,7 +97,7 @@ class Core(_TorchGroup):  # type: ignore[misc]
         return None
 
     def split_group(
-        self, ranks: Sequence[int], timeout: timedelta | None = None, opts: Any = None, group_name: str | None = None,
+        self, ranks: Sequence[int], timeout: Timeout = None, opts: Any = None, group_name: str | None = None,
         group_desc: str | None = None, device_types: Any = None,
     ) -> Any:  # fmt: skip
         """A group of `ranks` of this one, with links of its own; None for a rank that is not among them."""
@@ -150,12 +151,12 @@ class Core(_TorchGroup):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ carrying out
 
-    def _run(self, what: str, job: Callable[[], Any], outputs: Any, opts: Any, tensors: Sequence[Tensor]) -> CommWork:
-        """Run `job`, which calls blocking collectives and fills `outputs`: here, or on the group's worker when asked to."""
+    def _run(self, what: str, job: Callable[[], Any], outputs: Any, opts: Any, tensors: Sequence[Tensor]) -> CommWork | None:
+        """Carry out `job`, which calls blocking collectives and fills `outputs`: here, or as queued work when it was asked for."""
         if opts.asyncOp or self._batch is not None:
             return self._queued(outputs, self.comm.turn(in_order(job, tensors), what=what, async_op=True))
         self.comm.turn(job, what=what)
-        return handle(outputs)
+        return None
 
     def _queued(self, outputs: Any, work: hostring.Work) -> CommWork:
         if self._batch is not None:

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import hostring
+from hostring.integrations.torch_pg import versions
 from hostring.integrations.torch_pg.group import ProcessGroup
 
 
@@ -16,6 +17,8 @@ def create(where: Any, options: Any) -> ProcessGroup:
         where: c10d's description of the group: store, rank, size, timeout.
         options: `hostring.integrations.torch_backend.Options`, or None.
     """
+    versions.check_map()
+    versions.reach_from_cpp()
     return connect(where.store, where.group_rank, where.group_size, where.timeout, options)
 
 

@@ -14,32 +14,35 @@ from hostring.integrations.torch_pg.messages import Messages
 from hostring.integrations.torch_pg.options import OPS, PREMUL, factor, given, listed
 from hostring.integrations.torch_pg.sparse import all_reduce_sparse
 from hostring.integrations.torch_pg.streams import synchronize
-from hostring.integrations.torch_pg.work import CommWork, handle
+from hostring.integrations.torch_pg.work import UNSET, CommWork
 
 Tensor = torch.Tensor
+Timeout = timedelta | None
 
 
 class ProcessGroup(Lists, Messages, Core):
-    """All ranks of one `hostring.Comm`, as c10d wants them. Methods take the two forms that torch's own take."""
+    """All ranks of one `hostring.Comm`, as c10d wants them.
 
-    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> CommWork:
+    Methods take the two forms that torch's own take. Like NCCL's, they return no work for a call that was asked to block.
+    """
+
+    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Timeout = None) -> CommWork | None:
         if type(opts) is not c10d.AllreduceOptions:
             tensors, opts = listed(tensors), given(c10d.AllreduceOptions, opts, reduceOp=op, timeout=timeout)
-        name = OPS[hash(opts.reduceOp)]
-        tensor = tensors[0]
+        name, tensor, timeout = OPS[hash(opts.reduceOp)], tensors[0], opts.timeout
         if name == PREMUL or tensor.is_sparse or len(tensors) > 1:
             return self._reductions(tensors, opts)
         if not opts.asyncOp and self._batch is None:
-            self.comm.all_reduce(tensor, name, timeout=self._seconds(opts.timeout))
-            return handle(tensors)
+            self.comm.all_reduce(tensor, name, timeout=None if timeout < UNSET and not self._extra else self._seconds(timeout))
+            return None
         if tensor.is_cpu:
-            return self._queued(tensors, self.comm.all_reduce(tensor, name, async_op=True, timeout=self._seconds(opts.timeout)))
+            return self._queued(tensors, self.comm.all_reduce(tensor, name, async_op=True, timeout=self._seconds(timeout)))
         return self._reductions(tensors, opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> CommWork:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None, op: Any = None, timeout: Timeout = None) -> CommWork | None:
         return self._reductions(tensors, given(c10d.AllreduceOptions, opts, reduceOp=op, timeout=timeout))
 
-    def _reductions(self, tensors: list[Tensor], opts: Any) -> CommWork:
+    def _reductions(self, tensors: list[Tensor], opts: Any) -> CommWork | None:
         name, seconds = OPS[hash(opts.reduceOp)], self._seconds(opts.timeout)
         scale = factor(opts.reduceOp) if name == PREMUL else None
 
@@ -54,7 +57,7 @@ class ProcessGroup(Lists, Messages, Core):
 
         return self._run("all_reduce", job, tensors, opts, tensors)
 
-    def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: timedelta | None = None) -> CommWork:
+    def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Timeout = None) -> CommWork | None:
         tensors, opts = listed(tensors), given(c10d.BroadcastOptions, opts, rootRank=root, timeout=timeout)
         root, seconds = opts.rootRank, self._seconds(opts.timeout)
 
@@ -64,7 +67,7 @@ class ProcessGroup(Lists, Messages, Core):
 
         return self._run("broadcast", job, tensors, opts, tensors)
 
-    def reduce(self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: timedelta | None = None) -> CommWork:
+    def reduce(self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Timeout = None) -> CommWork | None:
         tensors, opts = listed(tensors), given(c10d.ReduceOptions, opts, rootRank=root, reduceOp=op, timeout=timeout)
         name, root, seconds = OPS[hash(opts.reduceOp)], opts.rootRank, self._seconds(opts.timeout)
         scale = factor(opts.reduceOp) if name == PREMUL else None
@@ -80,7 +83,7 @@ class ProcessGroup(Lists, Messages, Core):
 
     # ------------------------------------------------------------------ one tensor in, one out
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None) -> CommWork:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None) -> CommWork | None:
         opts = given(c10d.AllgatherOptions, opts, timeout=timeout)
         seconds = self._seconds(opts.timeout)
         self._check_shares("all_gather", output, input)
@@ -89,8 +92,8 @@ class ProcessGroup(Lists, Messages, Core):
     _allgather_base = all_gather_into_tensor = all_gather_single
 
     def reduce_scatter_single(
-        self, output: Tensor, input: Tensor, opts: Any = None, op: Any = None, timeout: timedelta | None = None
-    ) -> CommWork:  # fmt: skip
+        self, output: Tensor, input: Tensor, opts: Any = None, op: Any = None, timeout: Timeout = None
+    ) -> CommWork | None:  # fmt: skip
         opts = given(c10d.ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
         self._check_shares("reduce_scatter", input, output)
         return self._run("reduce_scatter", self._reduce_scatter_job([output], [input], opts), [output], opts, (input, output))
@@ -99,8 +102,8 @@ class ProcessGroup(Lists, Messages, Core):
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], opts: Any = None,
-        timeout: timedelta | None = None,
-    ) -> CommWork:  # fmt: skip
+        timeout: Timeout = None,
+    ) -> CommWork | None:  # fmt: skip
         opts = given(c10d.AllToAllOptions, opts, timeout=timeout)
         seconds = self._seconds(opts.timeout)
         send = self._splits("input", input, input_split_sizes)
@@ -115,7 +118,7 @@ class ProcessGroup(Lists, Messages, Core):
 
     # ------------------------------------------------------------------ the group
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> CommWork:
+    def barrier(self, opts: Any = None, timeout: Timeout = None) -> CommWork | None:
         opts = given(c10d.BarrierOptions, opts, timeout=timeout)
         seconds = self._seconds(opts.timeout)
         if opts.device is not None and opts.device.type != "cpu":

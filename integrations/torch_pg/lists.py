@@ -14,21 +14,22 @@ from hostring.integrations.torch_pg.options import OPS, PREMUL, factor, given, l
 from hostring.integrations.torch_pg.work import CommWork
 
 Tensor = torch.Tensor
+Timeout = timedelta | None
 
 
 class Lists(Core):
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> CommWork:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> CommWork | None:
         outputs, inputs = listed_twice(outputs), listed(inputs)
         opts = given(c10d.AllgatherOptions, opts, timeout=timeout)
         return self._run("all_gather", self._all_gather_job(outputs, inputs, opts), outputs, opts, inputs)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> CommWork:
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> CommWork | None:
         """Torch 2.13 gives the outputs as [rank][input]."""
         opts = given(c10d.AllgatherOptions, opts)
         by_input = [list(of_one) for of_one in zip(*outputs, strict=True)]
         return self._run("all_gather", self._all_gather_job(by_input, inputs, opts), outputs, opts, inputs)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> CommWork:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> CommWork | None:
         opts = given(c10d.AllgatherOptions, opts)
         seconds = self._seconds(opts.timeout)
         for output, input in zip(outputs, inputs, strict=True):
@@ -42,7 +43,7 @@ class Lists(Core):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int | None = None, timeout: timedelta | None = None) -> CommWork:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int | None = None, timeout: Timeout = None) -> CommWork | None:
         outputs, inputs = listed_twice(outputs), listed(inputs)
         opts = given(c10d.GatherOptions, opts, rootRank=root, timeout=timeout)
         root, seconds = opts.rootRank, self._seconds(opts.timeout)
@@ -56,7 +57,7 @@ class Lists(Core):
 
         return self._run("gather", job, outputs, opts, inputs)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: int | None = None, timeout: timedelta | None = None) -> CommWork:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: int | None = None, timeout: Timeout = None) -> CommWork | None:
         outputs, inputs = listed(outputs), listed_twice(inputs)
         opts = given(c10d.ScatterOptions, opts, rootRank=root, timeout=timeout)
         root, seconds = opts.rootRank, self._seconds(opts.timeout)
@@ -69,12 +70,12 @@ class Lists(Core):
 
         return self._run("scatter", job, outputs, opts, outputs)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> CommWork:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: Timeout = None) -> CommWork | None:
         outputs, inputs = listed(outputs), listed_twice(inputs)
         opts = given(c10d.ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
         return self._run("reduce_scatter", self._reduce_scatter_job(outputs, inputs, opts), outputs, opts, outputs)
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> CommWork:
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> CommWork | None:
         opts = given(c10d.ReduceScatterOptions, opts)
         for output, input in zip(outputs, inputs, strict=True):
             self._check_shares("reduce_scatter", input, output)
@@ -82,7 +83,7 @@ class Lists(Core):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: timedelta | None = None) -> CommWork:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: Timeout = None) -> CommWork | None:
         opts = given(c10d.AllToAllOptions, opts, timeout=timeout)
         seconds = self._seconds(opts.timeout)
         send, recv = [t.numel() for t in inputs], [t.numel() for t in outputs]

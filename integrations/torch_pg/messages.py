@@ -14,6 +14,7 @@ from hostring.integrations.torch_pg.core import Core
 from hostring.integrations.torch_pg.work import CommWork
 
 Tensor = torch.Tensor
+Timeout = timedelta | None
 
 
 class Messages(Core):
@@ -30,7 +31,7 @@ class Messages(Core):
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> CommWork:
         return self.recv(tensors, None, tag)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """A barrier through the store, which works however stuck the group is. Rank 0 names who did not come.
 
         Raises:

@@ -13,12 +13,12 @@ from torch._C import _distributed_c10d as c10d
 
 import hostring
 
-_UNSET = timedelta(0)  # how torch says "no timeout" to a wait
+UNSET = timedelta(0)  # how torch says "no timeout" to a wait
 
 
 def seconds(timeout: timedelta | None) -> float | None:
     """Torch's timeout as hostring's. What was left unset arrives as None, 0 or -1 ms: the group's own then."""
-    if timeout is None or timeout <= _UNSET:
+    if timeout is None or timeout <= UNSET:
         return None
     return timeout.total_seconds()
 
@@ -36,7 +36,7 @@ class CommWork(_Work):  # type: ignore[misc]
 
     __slots__ = ("_future", "outputs", "work")  # and no __init__: each would cost a blocking call more than a microsecond
 
-    def wait(self, timeout: timedelta = _UNSET) -> bool:
+    def wait(self, timeout: timedelta = UNSET) -> bool:
         """Wait for the end; raise what the call raised, with its type kept."""
         if self.work is not None:
             self.work.wait(seconds(timeout))
