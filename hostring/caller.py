@@ -49,7 +49,7 @@ class Caller:
         self._turns = Turns(f"hostring-{group.name}-{group.rank}")
         self._seq = 0
         self._closed: str | None = None  # why no call is accepted any more
-        self._released = False  # whether links and store are given up
+        self._closing = self._released = False  # whether links and store are given up
         self._lock = threading.Lock()
 
     def _start(self, what: str, job: Callable[[], Any], async_op: bool) -> Any:

@@ -484,10 +484,14 @@ class Comm(Caller):
     def close(self) -> None:
         """Work off what was accepted, say goodbye, and close all links. Idempotent. Other ranks that still wait for this one fail."""
         with self._lock:
-            if self._released:
+            if self._released or self._closing:
+                return
+            self._closing = True
+        self._turns.close(self.timeout)
+        with self._lock:
+            if self._released:  # aborted meanwhile
                 return
             self._closed, self._released = self._closed or "closed", True
-        self._turns.close(self.timeout)
         self._messenger.close()
         self.recorder.dump()
         self._control.farewell()

@@ -13,6 +13,7 @@ from .errors import OperationTimeout
 
 TICK: Final = 0.001  # seconds after which what nobody waits for is begun
 _QUIET_TICKS: Final = 200
+_OTHERS_SECONDS: Final = 5.0  # that `close` waits for a call in another thread
 
 
 class Driver(Protocol):
@@ -190,12 +191,17 @@ class Turns:
         return True
 
     def close(self, timeout: float) -> bool:
-        """Work off what was accepted, then end the thread. Returns whether that was done within `timeout` seconds."""
+        """Work off what was accepted, end the thread, and let a blocking call in another thread end.
+
+        Returns whether the thread ended within `timeout` seconds.
+        """
         with self._starting:
             thread, self._thread = self._thread, None
             if thread is not None:
                 self._wake.put(False)
-        if thread is None or thread is threading.current_thread():
-            return True
-        thread.join(timeout)
-        return not thread.is_alive()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+        # Not for long: a signal handler may close the group under a call of its own thread.
+        if self._holder != get_ident() and self.turn.acquire(timeout=min(timeout, _OTHERS_SECONDS)):
+            self.turn.release()
+        return thread is None or not thread.is_alive()
