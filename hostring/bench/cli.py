@@ -42,7 +42,7 @@ def bench(
     json: Annotated[str, typer.Option(metavar="FILE", help="Write everything to a file.")] = "",
     plot: Annotated[str, typer.Option(metavar="FILE.png", help="Draw latency and bandwidth.")] = "",
 ) -> None:
-    """Measure collectives: time (p50, p99, min of the slowest rank), algbw and busbw as in nccl-tests, and wrong elements.
+    """Measure collectives: time (p50, p99, min of a call's slowest rank), algbw and busbw as in nccl-tests, and wrong elements.
 
     Runs inside torchrun, mpirun, srun or hostring launch; without one it starts the ranks itself. Ends with exit code 1 when
     a result was wrong.

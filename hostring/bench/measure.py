@@ -38,7 +38,7 @@ class Effort:
 
 @dataclass
 class Row:
-    """One line of the table. Times are seconds, of the slowest rank. `wrong`: elements on all ranks; None when not checked."""
+    """One line of the table. Times are seconds of a call's slowest rank. `wrong`: elements on all ranks; None when not checked."""
 
     contender: str
     schedule: str
@@ -144,9 +144,9 @@ class Session:
         return int(total[0])
 
     def _row(self, case: Case, contender: Contender, count: int, rounds: list[list[float]], wrong: int | None) -> Row:
-        every = np.sort(np.concatenate(rounds))
-        middles = [statistics.median(times) for times in rounds]
-        mine = np.array([every[min(every.size - 1, int(every.size * 0.99))], every[0], *middles])
-        slowest = self.comm.all_reduce(mine, "max").tolist()
-        p50 = statistics.median(slowest[2:])
-        return Row(contender.label, contender.schedule(case), case, count, p50, slowest[0], slowest[1], wrong, slowest[2:])
+        """A call has taken as long as on the rank where it took longest."""
+        slowest = [self.comm.all_reduce(np.array(times), "max") for times in rounds]
+        middles = [float(np.median(times)) for times in slowest]
+        every = np.concatenate(slowest)
+        p99, least = float(np.quantile(every, 0.99, method="higher")), float(every.min())
+        return Row(contender.label, contender.schedule(case), case, count, statistics.median(middles), p99, least, wrong, middles)
