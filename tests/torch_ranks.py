@@ -1,0 +1,142 @@
+"""Ranks for torch tests: worker processes that import torch once, and form a fresh process group for each test."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+DEADLINE = 90.0
+
+
+class Group:
+    """What a test function gets besides its arguments."""
+
+    def __init__(self, rank: int, world_size: int, backend: str, folder: str) -> None:
+        self.rank, self.world_size, self.backend, self.folder = rank, world_size, backend, folder
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            fn, group, args, kwargs, env = pipe.recv()
+        except EOFError:
+            return
+        try:
+            with _environment(env):
+                pipe.send(("ok", _one(fn, group, args, kwargs)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+
+
+@contextlib.contextmanager
+def _environment(env: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in env}
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _one(fn: Callable[..., Any], group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(1234)
+    seconds = kwargs.pop("seconds", 60.0)
+    dist.init_process_group(
+        group.backend,
+        store=dist.FileStore(os.path.join(group.folder, "store"), group.world_size),
+        rank=group.rank,
+        world_size=group.world_size,
+        timeout=datetime.timedelta(seconds=seconds),
+        pg_options=kwargs.pop("pg_options", None),
+    )
+    try:
+        return fn(group, *args, **kwargs)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Pool:
+    """Workers, started when first needed, and started again when a test has left them in an unknown state."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+        atexit.register(self.stop)
+
+    def run(
+        self, world_size: int, fn: Callable[..., Any], *args: Any, backend: str = "hostring", env: dict[str, str] | None = None, **kwargs: Any
+    ) -> list[Any]:  # fmt: skip
+        """Run the module-level `fn(group, *args, **kwargs)` on every rank. Returns the results by rank.
+
+        Args:
+            backend: of the default process group, which exists while `fn` runs.
+            env: variables that are set meanwhile.
+            kwargs: besides those for `fn`: `seconds`, the group's timeout; `pg_options`.
+        """
+        self._grow(world_size)
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(world_size):
+                self._workers[rank][1].send((fn, Group(rank, world_size, backend, folder), args, dict(kwargs), env or {}))
+            outcome = self._collect(world_size)
+        bad = {rank: words for rank, (kind, words) in enumerate(outcome) if kind != "ok"}
+        if bad:
+            self.stop()
+            raise AssertionError("\n".join(f"rank {rank}: {words}" for rank, words in bad.items()))
+        return [value for _, value in outcome]
+
+    def _grow(self, world_size: int) -> None:
+        while len(self._workers) < world_size:
+            ours, theirs = self._context.Pipe()
+            worker = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            worker.start()
+            theirs.close()
+            self._workers.append((worker, ours))
+
+    def _collect(self, world_size: int) -> list[tuple[str, Any]]:
+        end = time.monotonic() + DEADLINE
+        outcome: list[tuple[str, Any]] = []
+        for rank in range(world_size):
+            worker, pipe = self._workers[rank]
+            if not pipe.poll(max(0.0, end - time.monotonic())):
+                outcome.append(("hung", f"no answer within {DEADLINE} s"))
+                continue
+            try:
+                outcome.append(pipe.recv())
+            except EOFError:
+                worker.join(5)
+                outcome.append(("died", f"exit code {worker.exitcode}"))
+            if outcome[-1][0] != "ok":
+                end = min(end, time.monotonic() + 15)
+        return outcome
+
+    def stop(self) -> None:
+        """End the workers."""
+        workers, self._workers = self._workers, []
+        for worker, pipe in workers:
+            pipe.close()
+            worker.kill()
+        for worker, _ in workers:
+            worker.join(10)
+
+
+pool = Pool()
