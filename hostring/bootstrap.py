@@ -455,7 +455,7 @@ class _Forming:
         if not self.shares:
             return {}
         near = {wire: sock for wire, sock in sockets.items() if wire[1] != "control" and sock.family == socket.AF_UNIX}
-        links: dict[Wire, Link] = _transport("segment").share(near, dialled, self.deadline)
+        links: dict[Wire, Link] = _transport("sharing").share(near, dialled, self.deadline)
         if self.transport == "shm" and (without := sorted({peer for peer, _ in near.keys() - links.keys()})):
             raise RendezvousError(f"rank {self.rank} can't share memory with {names(without)}; use transport='auto' or 'unix'", without[0])
         return links

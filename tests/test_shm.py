@@ -19,8 +19,9 @@ import pytest
 from link_contract import LEFT, RIGHT, Pair, noise, receive, send_all, until
 
 from hostring.errors import PeerLostError, RendezvousError
-from hostring.transports import segment, shm
-from hostring.transports.shm import PAGE, ShmLink
+from hostring.transports import segment, sharing, shm
+from hostring.transports.segment import PAGE
+from hostring.transports.shm import ShmLink
 
 pytestmark = pytest.mark.skipif(bool(shm.unsupported()), reason=shm.unsupported())
 
@@ -35,14 +36,14 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return socks
 
 
-def shared(capacity: int) -> tuple[dict[segment.Wire, ShmLink], dict[segment.Wire, ShmLink]]:
+def shared(capacity: int) -> tuple[dict[sharing.Wire, ShmLink], dict[sharing.Wire, ShmLink]]:
     """What `share` gives two ranks that share one link."""
     dialled, accepted = socket_pair()
     end = time.monotonic() + DEADLINE
-    theirs: list[dict[segment.Wire, ShmLink]] = []
-    other = threading.Thread(target=lambda: theirs.append(segment.share({(LEFT, "data"): accepted}, [], end, capacity)))
+    theirs: list[dict[sharing.Wire, ShmLink]] = []
+    other = threading.Thread(target=lambda: theirs.append(sharing.share({(LEFT, "data"): accepted}, [], end, capacity)))
     other.start()
-    ours = segment.share({DATA: dialled}, [DATA], end, capacity)
+    ours = sharing.share({DATA: dialled}, [DATA], end, capacity)
     other.join()
     if not ours:
         dialled.close()
@@ -56,7 +57,7 @@ def shm_pair(capacity: int = PAGE) -> Pair:
     return ours[DATA], theirs[LEFT, "data"]
 
 
-@pytest.fixture(params=[PAGE, shm.CAPACITY], ids=["one_page", "default"])
+@pytest.fixture(params=[PAGE, segment.CAPACITY], ids=["one_page", "default"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     ends = shm_pair(request.param)
     yield ends
@@ -124,10 +125,10 @@ def test_arrays_go_in_and_come_out_whatever_their_dtype() -> None:
 
 ECHO = """
 import select, socket, sys, time
-from hostring.transports import segment
+from hostring.transports import sharing
 sock = socket.socket(fileno=int(sys.argv[1]))
 sock.setblocking(False)
-link = segment.share({(5, "data"): sock}, [], time.monotonic() + 20, int(sys.argv[2]))[5, "data"]
+link = sharing.share({(5, "data"): sock}, [], time.monotonic() + 20, int(sys.argv[2]))[5, "data"]
 room = memoryview(bytearray(1 << 16))
 while True:
     n = link.recv_into(room)
@@ -157,7 +158,7 @@ class Echo:
         ours, theirs = socket_pair()
         self.process = subprocess.Popen([sys.executable, "-c", ECHO, str(theirs.fileno()), str(capacity)], pass_fds=[theirs.fileno()])
         theirs.close()
-        self.link = segment.share({DATA: ours}, [DATA], time.monotonic() + DEADLINE, capacity)[DATA]
+        self.link = sharing.share({DATA: ours}, [DATA], time.monotonic() + DEADLINE, capacity)[DATA]
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -293,7 +294,7 @@ def fails(*args: Any) -> Any:
 
 def test_a_rank_that_can_make_no_segment_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "hostring")
-    monkeypatch.setattr(segment, "create", fails)
+    monkeypatch.setattr(sharing, "create", fails)
     assert shared(PAGE) == ({}, {})
     assert any("no memory here" in message for message in caplog.messages)
     assert any("rank 3" in message and "the peer offers none" in message for message in caplog.messages)
@@ -301,26 +302,26 @@ def test_a_rank_that_can_make_no_segment_says_so(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("fails_for_dialler", [True, False])
 def test_memory_that_does_not_show_what_the_other_wrote_is_not_used(monkeypatch: pytest.MonkeyPatch, fails_for_dialler: bool) -> None:
-    read = segment._read_nonce
-    monkeypatch.setattr(segment, "_read_nonce", lambda pair, side: b"?" * 24 if pair.dialled is fails_for_dialler else read(pair, side))
+    read = sharing._read_nonce
+    monkeypatch.setattr(sharing, "_read_nonce", lambda pair, side: b"?" * 24 if pair.dialled is fails_for_dialler else read(pair, side))
     before = footprint()
     assert shared(PAGE) == ({}, {})
     assert footprint() == before
 
 
 def test_a_rank_that_can_not_map_the_segment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    mapped = segment._map
-    monkeypatch.setattr(segment, "_map", lambda pair, fd, capacity: mapped(pair, fd, capacity) if pair.dialled else fails())
+    mapped = sharing._map
+    monkeypatch.setattr(sharing, "_map", lambda pair, fd, capacity: mapped(pair, fd, capacity) if pair.dialled else fails())
     assert shared(PAGE) == ({}, {})
 
 
 def test_sockets_without_shared_memory_are_as_good_as_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "create", fails)
+    monkeypatch.setattr(sharing, "create", fails)
     dialled, accepted = socket_pair()
     end = time.monotonic() + DEADLINE
-    other = threading.Thread(target=segment.share, args=({(LEFT, "data"): accepted}, [], end))
+    other = threading.Thread(target=sharing.share, args=({(LEFT, "data"): accepted}, [], end))
     other.start()
-    assert segment.share({DATA: dialled}, [DATA], end) == {}
+    assert sharing.share({DATA: dialled}, [DATA], end) == {}
     other.join()
     dialled.send(b"payload")
     assert accepted.recv(100) == b"payload"
@@ -331,13 +332,13 @@ def test_sockets_without_shared_memory_are_as_good_as_new(monkeypatch: pytest.Mo
 def test_all_links_of_a_rank_at_once() -> None:
     """Four ranks, every pair with two links, each rank in its own order."""
     wires = {(a, b, kind): socket_pair() for a in range(4) for b in range(a) for kind in ("data", "p2p")}
-    got: dict[int, dict[segment.Wire, ShmLink]] = {}
+    got: dict[int, dict[sharing.Wire, ShmLink]] = {}
     end = time.monotonic() + DEADLINE
 
     def form(rank: int) -> None:
         mine = {(b, kind): pair[0] for (a, b, kind), pair in wires.items() if a == rank}
         mine |= {(a, kind): pair[1] for (a, b, kind), pair in wires.items() if b == rank}
-        got[rank] = segment.share(mine, [wire for wire in mine if wire[0] < rank], end, PAGE)
+        got[rank] = sharing.share(mine, [wire for wire in mine if wire[0] < rank], end, PAGE)
 
     threads = [threading.Thread(target=form, args=(rank,)) for rank in range(4)]
     for thread in threads:
@@ -360,10 +361,10 @@ def raw_offer(capacity: int, nbytes: int) -> bytes:
     stranger.setblocking(True)
     fd = os.memfd_create("test")
     os.ftruncate(fd, nbytes)
-    socket.send_fds(stranger, [segment._OFFER.pack(b"hShm", capacity, bytes(24))], [fd])
-    stranger.sendall(segment._VERDICT.pack(b"hShm", b"no.."))
+    socket.send_fds(stranger, [sharing._OFFER.pack(b"hShm", capacity, bytes(24))], [fd])
+    stranger.sendall(sharing._VERDICT.pack(b"hShm", b"no.."))
     os.close(fd)
-    assert segment.share({DATA: accepted}, [], time.monotonic() + DEADLINE) == {}
+    assert sharing.share({DATA: accepted}, [], time.monotonic() + DEADLINE) == {}
     answer = stranger.recv(100)
     stranger.close()
     accepted.close()
@@ -384,7 +385,7 @@ def test_a_peer_that_stays_silent_leaves_or_talks_nonsense_is_named(dials: bool)
         ours, theirs = socket_pair()
         speak(theirs)
         with pytest.raises(RendezvousError) as failed:
-            segment.share({DATA: ours}, [DATA] if dials else [], time.monotonic() + seconds, PAGE)
+            sharing.share({DATA: ours}, [DATA] if dials else [], time.monotonic() + seconds, PAGE)
         assert failed.value.rank == RIGHT
         ours.close()
         theirs.close()
@@ -414,9 +415,9 @@ def test_one_word_is_one_access() -> None:
     memory = mmap.mmap(-1, PAGE)
     words = memoryview(memory).cast("Q")
     assert (words.itemsize, words.format) == (8, "Q")
-    each = (shm._WRITTEN, shm._READ, shm._READER_SLEEPS, shm._WRITER_SLEEPS)
-    used = [direction * shm._DIRECTION + word for direction in (0, 1) for word in each]
+    each = (segment.WRITTEN, segment.READ, segment.READER_SLEEPS, segment.WRITER_SLEEPS)
+    used = [direction * segment.DIRECTION + word for direction in (0, 1) for word in each]
     assert min(b - a for a, b in itertools.pairwise(used)) * 8 >= 128
-    assert (max(used) + 16) * 8 <= min(segment._NONCES)
+    assert (max(used) + 16) * 8 <= min(segment.NONCES)
     words.release()
     memory.close()

@@ -26,7 +26,7 @@ import hostring
 from hostring import bootstrap
 from hostring.addresses import interfaces, is_loopback
 from hostring.rendezvous import MemoryStore
-from hostring.transports import segment, shm
+from hostring.transports import sharing, shm
 
 pytestmark = pytest.mark.skipif(bool(shm.unsupported()), reason=shm.unsupported())
 
@@ -179,7 +179,7 @@ def test_without_shared_memory_auto_goes_on_and_says_so_once_a_link(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "hostring")
-    monkeypatch.setattr(segment, "create", broken)
+    monkeypatch.setattr(sharing, "create", broken)
     for links, results in in_threads(2, lambda comm: (carriers(comm), reduced(comm)), transport="auto"):
         assert {carrier for kind in links.values() for carrier in kind.values()} == {"unix"}
         assert results == expected(2)
@@ -189,7 +189,7 @@ def test_without_shared_memory_auto_goes_on_and_says_so_once_a_link(
 
 
 def test_without_shared_memory_shm_is_an_error_that_names_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "create", broken)
+    monkeypatch.setattr(sharing, "create", broken)
     for rank, outcome in enumerate(in_threads(2, carriers, transport="shm", check=False)):
         assert isinstance(outcome, hostring.RendezvousError), outcome
         assert f"rank {rank} can't share memory with rank {1 - rank}; use transport='auto'" in str(outcome)

@@ -1,105 +1,28 @@
-"""Memory for `shm` links: made, passed to the peer over the pair's UNIX socket, and proved to be the same on both sides.
+"""A segment of shared memory: one page of words, then a ring of bytes for each direction. It has no name that could outlive its users.
 
-Three messages on the fresh socket, D being the rank that dialled:
-
-    D -> A  offer: capacity, a nonce, and the descriptor; D has written the nonce into the memory as well
-    A -> D  answer: yes, and a nonce that A has written into the memory; or no
-    D -> A  verdict: yes, when it has read A's nonce there; or no
-
-After a no the socket itself carries the payload. The segment has no name that could outlive the two processes.
+A word has 8 bytes and one writer, and a cache line of its own, or rather two, since CPUs fetch them in pairs.
 """
 
 from __future__ import annotations
 
-import array
-import contextlib
 import fcntl
-import logging
-import mmap
 import os
-import select
-import socket
-import struct
 import tempfile
-import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
-from hostring.errors import RendezvousError
-from hostring.transports.shm import CAPACITY, PAGE, ShmLink
+PAGE: Final = 4096
 
-log = logging.getLogger("hostring")
+CAPACITY: Final = 1 << 21
+"""Bytes of a ring. Measured from 256 KiB to 4 MiB: below 1 MiB large messages lose, above 2 MiB little is won."""
 
-Wire = tuple[int, str]
-"""(peer, kind) of a link."""
+WRITTEN: Final = 0  # bytes ever written, by the writer
+READ: Final = 16  # bytes ever read, by the reader
+READER_SLEEPS: Final = 32  # set by the reader, cleared by the writer when it rings
+WRITER_SLEEPS: Final = 48  # the reverse
+DIRECTION: Final = 128  # words from one direction's to the other's
 
-_OFFER: Final = struct.Struct("<4sI24s")  # magic, capacity of a ring or 0 for "can't", nonce
-_ANSWER: Final = struct.Struct("<4s4s24s")  # magic, yes or no, nonce
-_VERDICT: Final = struct.Struct("<4s4s")
-_MAGIC: Final = b"hShm"
-_YES, _NO = b"yes.", b"no.."
-_NONCE: Final = 24
-_NONCES: Final = (PAGE - 64, PAGE - 32)  # where D's and A's are in the first page
-_LARGEST: Final = 1 << 30
-_CLOEXEC: Final[int] = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-
-
-@dataclass
-class _Pair:
-    """What one link has come to so far."""
-
-    peer: int
-    sock: socket.socket
-    dialled: bool
-    capacity: int = 0
-    memory: mmap.mmap | None = None
-    nonce: bytes = field(default_factory=lambda: os.urandom(_NONCE))
-    why: str = ""  # there will be no shared memory
-
-
-def share(
-    sockets: Mapping[Wire, socket.socket], dialled: Collection[Wire], deadline: float, capacity: int = CAPACITY
-) -> dict[Wire, ShmLink]:
-    """Make links through shared memory of all `sockets` whose both ends can.
-
-    Both ends of each must call this, in any order: whatever is sent here is sent before anything is waited for.
-
-    Args:
-        sockets: connected UNIX sockets, non-blocking, on which nothing has been sent but hellos.
-        dialled: those that this rank dialled.
-        deadline: monotonic seconds.
-        capacity: bytes in flight per direction, a power of two.
-
-    Returns:
-        the links. They own their sockets. The others remain as they were, for another kind of link.
-
-    Raises:
-        RendezvousError: a peer did not keep to this by the deadline, or is gone.
-    """
-    pairs = {wire: _Pair(wire[0], sock, wire in dialled) for wire, sock in sockets.items()}
-    ours = [pair for pair in pairs.values() if pair.dialled]
-    theirs = [pair for pair in pairs.values() if not pair.dialled]
-    try:
-        for pair in ours:
-            _offer(pair, capacity)
-        for pair in theirs:
-            _answer(pair, deadline)
-        for pair in ours:
-            _judge(pair, deadline)
-        for pair in theirs:
-            _obey(pair, deadline)
-    except BaseException:
-        for pair in pairs.values():
-            _drop(pair)
-        raise
-    links = {}
-    for wire, pair in pairs.items():
-        if pair.memory is None:
-            log.info("hostring: the %s link with rank %d stays on its socket, without shared memory: %s", wire[1], pair.peer, pair.why)
-        else:
-            links[wire] = ShmLink(pair.sock, pair.peer, pair.memory, pair.capacity, 0 if pair.dialled else 1)
-    return links
+NONCE: Final = 24
+NONCES: Final = (PAGE - 64, PAGE - 32)  # where each side proves itself
 
 
 def create(nbytes: int) -> int:
@@ -124,131 +47,3 @@ def create(nbytes: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _offer(pair: _Pair, capacity: int) -> None:
-    fd = -1
-    try:
-        fd = create(PAGE + 2 * capacity)
-        _map(pair, fd, capacity)
-        _write_nonce(pair, 0, pair.nonce)
-        _send(pair, _OFFER.pack(_MAGIC, capacity, pair.nonce), fd)
-    except RendezvousError:
-        raise
-    except OSError as exc:
-        _drop(pair, f"can't make or pass a segment: {exc}")
-        _send(pair, _OFFER.pack(_MAGIC, 0, pair.nonce))
-    finally:
-        if fd >= 0:
-            os.close(fd)
-
-
-def _answer(pair: _Pair, deadline: float) -> None:
-    data, fds = _receive(pair, _OFFER.size, deadline)
-    magic, capacity, nonce = _OFFER.unpack(data)
-    try:
-        if magic != _MAGIC:
-            raise _confused(pair)
-        if not capacity or not fds:
-            pair.why = "the peer offers none" if not capacity else "its descriptor did not come through"
-        else:
-            _accept(pair, fds[0], capacity, nonce)
-    finally:
-        for fd in fds:
-            os.close(fd)
-    _send(pair, _ANSWER.pack(_MAGIC, _NO if pair.why else _YES, pair.nonce))
-
-
-def _accept(pair: _Pair, fd: int, capacity: int, nonce: bytes) -> None:
-    nbytes = PAGE + 2 * capacity
-    try:
-        if capacity & (capacity - 1) or not PAGE <= capacity <= _LARGEST or os.fstat(fd).st_size < nbytes:
-            raise OSError(f"{os.fstat(fd).st_size} bytes can't hold rings of {capacity}")
-        _map(pair, fd, capacity)
-        if _read_nonce(pair, 0) != nonce:
-            raise OSError("its memory does not show what the peer wrote there")
-        _write_nonce(pair, 1, pair.nonce)
-    except OSError as exc:
-        _drop(pair, f"can't take the peer's segment: {exc}")
-
-
-def _judge(pair: _Pair, deadline: float) -> None:
-    magic, answer, nonce = _ANSWER.unpack(_receive(pair, _ANSWER.size, deadline)[0])
-    if magic != _MAGIC:
-        raise _confused(pair)
-    if answer != _YES:
-        _drop(pair, pair.why or "the peer can't take it")
-    elif pair.memory is None or _read_nonce(pair, 1) != nonce:
-        _drop(pair, "its memory does not show what the peer wrote there")
-    _send(pair, _VERDICT.pack(_MAGIC, _NO if pair.why else _YES))
-
-
-def _obey(pair: _Pair, deadline: float) -> None:
-    magic, verdict = _VERDICT.unpack(_receive(pair, _VERDICT.size, deadline)[0])
-    if magic != _MAGIC:
-        raise _confused(pair)
-    if verdict != _YES:
-        _drop(pair, pair.why or "the peer could not see what this rank wrote there")
-
-
-def _map(pair: _Pair, fd: int, capacity: int) -> None:
-    pair.memory, pair.capacity = mmap.mmap(fd, PAGE + 2 * capacity), capacity
-
-
-def _drop(pair: _Pair, why: str = "start-up failed") -> None:
-    pair.why = why
-    if pair.memory is not None:
-        pair.memory.close()
-        pair.memory = None
-
-
-def _write_nonce(pair: _Pair, side: int, nonce: bytes) -> None:
-    assert pair.memory is not None
-    pair.memory[_NONCES[side] : _NONCES[side] + _NONCE] = nonce
-
-
-def _read_nonce(pair: _Pair, side: int) -> bytes:
-    assert pair.memory is not None
-    return pair.memory[_NONCES[side] : _NONCES[side] + _NONCE]
-
-
-def _confused(pair: _Pair) -> RendezvousError:
-    return RendezvousError(f"rank {pair.peer} does not speak of shared memory on its link; give all ranks the same transport=", pair.peer)
-
-
-def _send(pair: _Pair, data: bytes, fd: int | None = None) -> None:
-    """Some tens of bytes, for which a fresh socket has room."""
-    passed = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-    try:
-        n = pair.sock.sendmsg([data], passed)
-    except BlockingIOError:
-        n = 0
-    except ConnectionError as exc:
-        raise RendezvousError(f"rank {pair.peer} left while links were made: {exc}", pair.peer) from exc
-    if n != len(data):
-        raise RendezvousError(f"the socket to rank {pair.peer} took {n} of {len(data)} bytes", pair.peer)
-
-
-def _receive(pair: _Pair, nbytes: int, deadline: float) -> tuple[bytes, list[int]]:
-    """Exactly `nbytes`, and the descriptors that came with them."""
-    data, fds = b"", array.array("i")
-    poll = select.poll()
-    poll.register(pair.sock, select.POLLIN)
-    try:
-        while len(data) < nbytes:
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
-                raise RendezvousError(f"rank {pair.peer} said nothing on shared memory by the deadline", pair.peer)
-            with contextlib.suppress(BlockingIOError):
-                more, control, _, _ = pair.sock.recvmsg(nbytes - len(data), socket.CMSG_SPACE(4 * fds.itemsize), _CLOEXEC)
-                for level, kind, payload in control:
-                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                        fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-                if not more:
-                    raise RendezvousError(f"rank {pair.peer} left while links were made", pair.peer)
-                data += more
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
-    return data, list(fds)

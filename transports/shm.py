@@ -1,7 +1,6 @@
 """Links through memory that two processes of one host share: a ring of bytes per direction, with a socket as doorbell.
 
-A segment holds one page of 8-byte words, then the two rings. A word has one writer, and a cache line (two, since CPUs
-fetch them in pairs) of its own. The two ends do all copying; the kernel is asked only where one of them sleeps.
+The two ends do all copying; the kernel is asked only where one of them sleeps. `segment` has the layout.
 
 Order. The writer stores bytes, then the word that says how far it has written; the reader loads that word, then the bytes.
 x86-64 keeps both in program order, an aligned 8-byte access is one access, and what C libraries copy with is fenced at its
@@ -27,20 +26,10 @@ import numpy as np
 
 from hostring.errors import PeerLostError
 from hostring.link import Buffer
-
-PAGE: Final = 4096
-
-CAPACITY: Final = 1 << 21
-"""Bytes in flight per direction. Measured from 256 KiB to 4 MiB: below 1 MiB large messages lose, above 2 MiB little is won."""
+from hostring.transports.segment import DIRECTION, PAGE, READ, READER_SLEEPS, WRITER_SLEEPS
 
 PIECE: Final = 1 << 17
 """Bytes of a large message after which the other end may have them, so that it copies out while we copy in."""
-
-_WRITTEN: Final = 0  # bytes ever written, by the writer
-_READ: Final = 16  # bytes ever read, by the reader
-_READER_SLEEPS: Final = 32  # set by the reader, cleared by the writer when it rings
-_WRITER_SLEEPS: Final = 48  # the reverse
-_DIRECTION: Final = 128  # words from one direction's to the other's
 
 _GLANCES: Final = range(10)
 _PATIENCE: Final = 64  # calls in vain before the socket is asked whether the peer is still there
@@ -73,8 +62,8 @@ class ShmLink:
 
     __slots__ = (
         "_acquire_in", "_acquire_out", "_base_in", "_base_out", "_bell", "_bytes", "_capacity", "_end_in", "_end_out", "_got", "_in",
-        "_limit", "_mask", "_out", "_over", "_release_in", "_release_out", "_segment", "_sent", "_shown", "_turns", "_unsaid", "_words",
-        "peer",
+        "_limit", "_mask", "_out", "_over", "_release_in", "_release_out", "_segment", "_sent", "_shown", "_sleeps_in", "_sleeps_out",
+        "_turns", "_unsaid", "_words", "peer",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, peer: int, segment: mmap.mmap, capacity: int, side: int) -> None:
@@ -84,13 +73,14 @@ class ShmLink:
         self._bytes = memoryview(segment)
         self._words = self._bytes[:PAGE].cast("Q")
         self._capacity, self._mask = capacity, capacity - 1
-        self._out, self._in = side * _DIRECTION, (1 - side) * _DIRECTION
+        self._out, self._in = side * DIRECTION, (1 - side) * DIRECTION
         self._base_out, self._base_in = PAGE + side * capacity, PAGE + (1 - side) * capacity
         self._end_out, self._end_in = self._base_out + capacity, self._base_in + capacity
         self._sent = self._got = 0
         self._limit = capacity  # how far we may write, as far as we have looked
         self._shown = 0  # how much of `_got` the peer may know
         self._unsaid = capacity >> 2  # how much it need not know
+        self._sleeps_in = self._sleeps_out = False  # whether the last `arm` asked for a bell
         self._over = ""  # why nothing more will come or go
         self._turns = _PATIENCE
         incoming, outgoing = threading.Lock(), threading.Lock()  # held by nobody else, and never waited for: they are barriers
@@ -183,14 +173,12 @@ class ShmLink:
 
     def arm(self, recv: bool, send: bool) -> int:
         """See `Link.arm`."""
-        self._look()  # takes the bells of the last sleep away
-        if recv:
-            self._tell_read(self._got)
-            self._words[self._in + _READER_SLEEPS] = 1
-            self._barrier_in()
-        if send:
-            self._words[self._out + _WRITER_SLEEPS] = 1
-            self._barrier_out()
+        words, reads, writes = self._words, self._in + READER_SLEEPS, self._out + WRITER_SLEEPS
+        if (self._sleeps_in and not words[reads]) or (self._sleeps_out and not words[writes]):
+            self._look()  # takes the bells of the last sleep away; one that is late is taken away in `_nothing`
+        self._sleeps_in, self._sleeps_out = recv, send
+        words[reads], words[writes] = int(recv), int(send)
+        self._tell_read(self._got)  # with a barrier, so that whoever writes or reads from here on sees all three words
         return select.POLLIN
 
     def close(self) -> None:
@@ -219,7 +207,7 @@ class ShmLink:
         """Copy what there is room for, at most until `most` bytes were ever written, piece by piece. Returns how many were."""
         done, nbytes = 0, view.nbytes
         while done < nbytes:
-            self._limit = self._words[self._out + _READ] + self._capacity
+            self._limit = self._words[self._out + READ] + self._capacity
             start = at & self._mask
             n = min(nbytes - done, self._limit - at, most - at, self._capacity - start, PIECE)
             if not n:
@@ -238,8 +226,8 @@ class ShmLink:
         words[out] = self._sent = at
         self._release_out()  # `_barrier_out` in line: every message comes through here
         self._acquire_out()
-        if words[out + _READER_SLEEPS]:
-            words[out + _READER_SLEEPS] = 0
+        if words[out + READER_SLEEPS]:
+            words[out + READER_SLEEPS] = 0
             self._ring()
 
     def _take(self, view: memoryview, got: int, nbytes: int) -> int:
@@ -261,10 +249,10 @@ class ShmLink:
         if _WEAK:
             self._barrier_in()
         words, start = self._words, self._in
-        words[start + _READ] = self._shown = got
+        words[start + READ] = self._shown = got
         self._barrier_in()
-        if words[start + _WRITER_SLEEPS]:
-            words[start + _WRITER_SLEEPS] = 0
+        if words[start + WRITER_SLEEPS]:
+            words[start + WRITER_SLEEPS] = 0
             self._ring()
 
     def _barrier_in(self) -> None:
@@ -323,4 +311,5 @@ def _flat(buffer: Any) -> memoryview:
     try:
         return memoryview(buffer).cast("B")
     except (ValueError, TypeError):  # nothing in it, or numbers of a kind that only numpy knows
-        return memoryview(np.asarray(buffer).reshape(-1).view(np.uint8))
+        octets: Any = np.asarray(buffer).reshape(-1).view(np.uint8)
+        return memoryview(octets)
