@@ -84,13 +84,13 @@ class Pool:
         atexit.register(self.stop)
 
     def run(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, backend: str = "hostring", env: dict[str, str] | None = None, **kwargs: Any
+        self, world_size: int, fn: Callable[..., Any], *args: Any, backend: str = "hostring", env: Any = None, **kwargs: Any
     ) -> list[Any]:  # fmt: skip
         """Run the module-level `fn(group, *args, **kwargs)` on every rank. Returns the results by rank.
 
         Args:
             backend: of the default process group, which exists while `fn` runs.
-            env: variables that are set meanwhile.
+            env: a dict of variables that are set meanwhile.
             kwargs: besides those for `fn`: `seconds`, the group's timeout; `pg_options`.
         """
         self._grow(world_size)
