@@ -18,6 +18,7 @@ from .casting import copy, fresh, register_cast
 from .dtypes import BY_NAME, CODES, DTYPES, FLOAT32, Array, DType, name_of
 
 _MOST_REMEMBERED: Final = 64
+_REMEMBERED_NBYTES: Final = 1 << 18  # above, making a tensor is nothing beside the copy
 
 
 class Adapter:
@@ -95,6 +96,8 @@ class TorchAdapter(Adapter):
         dtype = self._numpy_of.get(x.dtype)
         if dtype is None:
             raise TypeError(f"dtype {x.dtype} can't travel; use one of {', '.join(BY_NAME)}")
+        if x.layout is not self._torch.strided:
+            raise TypeError(f"a tensor of layout {x.layout} can't travel; use to_dense()")
         return dtype
 
     def view(self, x: Any) -> Array | None:
@@ -125,7 +128,9 @@ class TorchAdapter(Adapter):
         return result
 
     def _tensor(self, wire: Array, shape: Any) -> Any:
-        """A host tensor over the memory of `wire`, remembered while the array is."""
+        """A host tensor over the memory of `wire`, remembered, and the memory with it, when it is small enough to matter."""
+        if wire.nbytes > _REMEMBERED_NBYTES:
+            return self._flat(wire).reshape(shape)
         key = (id(wire), shape)
         known = self._over.get(key)
         if known is not None and known[0] is wire:
@@ -153,14 +158,42 @@ def _block(nbytes: int) -> Any:
 class DLPackAdapter(Adapter):
     """Anything with `__dlpack__`. Such arrays are taken as immutable: results are new arrays of the same library."""
 
+    def dtype(self, x: Any) -> DType:
+        _namespace(x)
+        return super().dtype(x)
+
     def to_wire(self, x: Any, wire: Array) -> None:
-        host = np.from_dlpack(x)
+        host = _on_host(x)
         copy(wire.reshape(host.shape), host)
 
     def from_wire(self, wire: Array, x: Any, shape: tuple[int, ...] | None = None) -> Any:
         new = fresh(wire, self.dtype(x), tuple(x.shape) if shape is None else shape)
-        namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else sys.modules[type(x).__module__.partition(".")[0]]
-        return namespace.asarray(new) if not hasattr(namespace, "from_dlpack") else namespace.from_dlpack(new)
+        library = _namespace(x)
+        if hasattr(library, "from_dlpack"):
+            try:
+                return library.from_dlpack(new)
+            except (BufferError, TypeError, RuntimeError, ValueError):  # numpy exports no bfloat16, for one
+                pass
+        return library.asarray(new)
+
+
+def _namespace(x: Any) -> Any:
+    """The library that makes arrays like `x`. Raises `TypeError` where none is found, before a byte moves."""
+    library = x.__array_namespace__() if hasattr(x, "__array_namespace__") else sys.modules.get(type(x).__module__.partition(".")[0])
+    if not hasattr(library, "from_dlpack") and not hasattr(library, "asarray"):
+        kind = type(x)
+        why = "has __dlpack__, but neither __array_namespace__ nor a module that makes such arrays"
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__} {why}; register an adapter")
+    return library
+
+
+def _on_host(x: Any) -> Array:
+    try:
+        return np.from_dlpack(x)
+    except (BufferError, TypeError, RuntimeError, ValueError):  # another device, or a dtype that numpy doesn't import
+        if not hasattr(x, "__array__"):
+            raise TypeError(f"{type(x).__qualname__} can't be read on the host; register an adapter") from None
+        return np.asarray(x)
 
 
 ADAPTERS: dict[type, Adapter] = {np.ndarray: NumpyAdapter()}
