@@ -19,8 +19,8 @@ import pytest
 from link_contract import LEFT, RIGHT, Pair, noise, receive, send_all, until
 
 from hostring.errors import PeerLostError, RendezvousError
-from hostring.transports import segment, sharing, shm
-from hostring.transports.segment import PAGE
+from hostring.transports import mapping, sharing, shm
+from hostring.transports.mapping import PAGE
 from hostring.transports.shm import ShmLink
 
 pytestmark = pytest.mark.skipif(bool(shm.unsupported()), reason=shm.unsupported())
@@ -57,7 +57,7 @@ def shm_pair(capacity: int = PAGE) -> Pair:
     return ours[DATA], theirs[LEFT, "data"]
 
 
-@pytest.fixture(params=[PAGE, segment.CAPACITY], ids=["one_page", "default"])
+@pytest.fixture(params=[PAGE, mapping.CAPACITY], ids=["one_page", "default"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     ends = shm_pair(request.param)
     yield ends
@@ -249,7 +249,7 @@ def test_what_a_killed_process_had_sent_is_still_there(echo: Echo) -> None:
 
 
 def footprint() -> tuple[int, int, list[str]]:
-    """Descriptors, mapped segments, and names of ours that could outlive us."""
+    """Descriptors, mappings, and names of ours that could outlive us."""
     with open("/proc/self/maps", encoding="ascii", errors="replace") as file:
         mapped = sum("memfd:hostring" in line or "/dev/shm" in line for line in file)
     return len(os.listdir("/proc/self/fd")), mapped, sorted(name for name in os.listdir("/dev/shm") if "tmp" in name or "hostring" in name)
@@ -281,8 +281,8 @@ def test_memory_without_a_name_where_memfd_is_missing(monkeypatch: pytest.Monkey
     assert footprint() == before
 
 
-def test_a_segment_can_not_be_shortened_under_the_other_end() -> None:
-    fd = segment.create(2 * PAGE)
+def test_memory_can_not_be_shortened_under_the_other_end() -> None:
+    fd = mapping.create(2 * PAGE)
     with pytest.raises(PermissionError):
         os.ftruncate(fd, PAGE)
     os.close(fd)
@@ -292,7 +292,7 @@ def fails(*args: Any) -> Any:
     raise OSError("no memory here")
 
 
-def test_a_rank_that_can_make_no_segment_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_can_make_no_memory_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "hostring")
     monkeypatch.setattr(sharing, "create", fails)
     assert shared(PAGE) == ({}, {})
@@ -309,7 +309,7 @@ def test_memory_that_does_not_show_what_the_other_wrote_is_not_used(monkeypatch:
     assert footprint() == before
 
 
-def test_a_rank_that_can_not_map_the_segment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_can_not_map_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     mapped = sharing._map
     monkeypatch.setattr(sharing, "_map", lambda pair, fd, capacity: mapped(pair, fd, capacity) if pair.dialled else fails())
     assert shared(PAGE) == ({}, {})
@@ -356,7 +356,7 @@ def test_all_links_of_a_rank_at_once() -> None:
 
 
 def raw_offer(capacity: int, nbytes: int) -> bytes:
-    """Offer, as a stranger would, a segment of `nbytes` said to hold rings of `capacity`. Returns the answer."""
+    """Offer, as a stranger would, memory of `nbytes` said to hold rings of `capacity`. Returns the answer."""
     stranger, accepted = socket_pair()
     stranger.setblocking(True)
     fd = os.memfd_create("test")
@@ -415,9 +415,9 @@ def test_one_word_is_one_access() -> None:
     memory = mmap.mmap(-1, PAGE)
     words = memoryview(memory).cast("Q")
     assert (words.itemsize, words.format) == (8, "Q")
-    each = (segment.WRITTEN, segment.READ, segment.READER_SLEEPS, segment.WRITER_SLEEPS)
-    used = [direction * segment.DIRECTION + word for direction in (0, 1) for word in each]
+    each = (mapping.WRITTEN, mapping.READ, mapping.READER_SLEEPS, mapping.WRITER_SLEEPS)
+    used = [direction * mapping.DIRECTION + word for direction in (0, 1) for word in each]
     assert min(b - a for a, b in itertools.pairwise(used)) * 8 >= 128
-    assert (max(used) + 16) * 8 <= min(segment.NONCES)
+    assert (max(used) + 16) * 8 <= min(mapping.NONCES)
     words.release()
     memory.close()

@@ -1,4 +1,4 @@
-"""How two ranks come to share a segment: it is passed over their UNIX socket, and proved to be the same on both sides.
+"""How two ranks come to share memory: a mapping is passed over their UNIX socket, and proved to be the same on both sides.
 
 Three messages on the fresh socket, D being the rank that dialled:
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hostring.errors import RendezvousError
-from hostring.transports.segment import CAPACITY, NONCE, NONCES, PAGE, create
+from hostring.transports.mapping import CAPACITY, NONCE, NONCES, PAGE, create
 from hostring.transports.shm import ShmLink
 
 log = logging.getLogger("hostring")
@@ -109,7 +109,7 @@ def _offer(pair: _Pair, capacity: int) -> None:
     except RendezvousError:
         raise
     except OSError as exc:
-        _drop(pair, f"can't make or pass a segment: {exc}")
+        _drop(pair, f"can't make or pass shared memory: {exc}")
         _send(pair, _OFFER.pack(_MAGIC, 0, pair.nonce))
     finally:
         if fd >= 0:
@@ -142,7 +142,7 @@ def _accept(pair: _Pair, fd: int, capacity: int, nonce: bytes) -> None:
             raise OSError("its memory does not show what the peer wrote there")
         _write_nonce(pair, 1, pair.nonce)
     except OSError as exc:
-        _drop(pair, f"can't take the peer's segment: {exc}")
+        _drop(pair, f"can't take the peer's memory: {exc}")
 
 
 def _judge(pair: _Pair, deadline: float) -> None:

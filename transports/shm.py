@@ -1,6 +1,6 @@
 """Links through memory that two processes of one host share: a ring of bytes per direction, with a socket as doorbell.
 
-The two ends do all copying; the kernel is asked only where one of them sleeps. `segment` has the layout.
+The two ends do all copying; the kernel is asked only where one of them sleeps. `mapping` has the layout.
 
 Order. The writer stores bytes, then the word that says how far it has written; the reader loads that word, then the bytes.
 x86-64 keeps both in program order, an aligned 8-byte access is one access, and what C libraries copy with is fenced at its
@@ -26,7 +26,7 @@ import numpy as np
 
 from hostring.errors import PeerLostError
 from hostring.link import Buffer
-from hostring.transports.segment import DIRECTION, PAGE, READ, READER_SLEEPS, WRITER_SLEEPS
+from hostring.transports.mapping import DIRECTION, PAGE, READ, READER_SLEEPS, WRITER_SLEEPS
 
 PIECE: Final = 1 << 17
 """Bytes of a large message after which the other end may have them, so that it copies out while we copy in."""
@@ -50,30 +50,30 @@ def unsupported() -> str:
 
 
 class ShmLink:
-    """One end of a segment. One thread may send while another receives.
+    """One end of a mapping. One thread may send while another receives.
 
     Args:
         sock: connected to the peer, which holds its other end for as long as it lives. The link owns it from now on.
         peer: the rank there.
-        segment: `PAGE` zeros and two rings. The link owns it.
+        mapped: `PAGE` zeros and two rings. The link owns it.
         capacity: of each ring, a power of two.
         side: 0 at one end, 1 at the other.
     """
 
     __slots__ = (
         "_acquire_in", "_acquire_out", "_base_in", "_base_out", "_bell", "_bytes", "_capacity", "_end_in", "_end_out", "_got", "_in",
-        "_limit", "_mask", "_out", "_over", "_release_in", "_release_out", "_segment", "_sent", "_shown", "_sleeps_in", "_sleeps_out",
+        "_limit", "_mapped", "_mask", "_out", "_over", "_release_in", "_release_out", "_sent", "_shown", "_sleeps_in", "_sleeps_out",
         "_turns", "_unsaid", "_words", "peer",
     )  # fmt: skip
 
-    def __init__(self, sock: socket.socket, peer: int, segment: mmap.mmap, capacity: int, side: int) -> None:
+    def __init__(self, sock: socket.socket, peer: int, mapped: mmap.mmap, capacity: int, side: int) -> None:
         sock.setblocking(False)
         self.peer = peer
-        self._bell, self._segment = sock, segment
-        self._bytes = memoryview(segment)
+        self._bell, self._mapped = sock, mapped
+        self._bytes = memoryview(mapped)
         self._words = self._bytes[:PAGE].cast("Q")
         self._capacity, self._mask = capacity, capacity - 1
-        self._out, self._in = side * DIRECTION, (1 - side) * DIRECTION
+        self._out, self._in = side * DIRECTION, (1 - side) * DIRECTION  # of the first words, which are WRITTEN
         self._base_out, self._base_in = PAGE + side * capacity, PAGE + (1 - side) * capacity
         self._end_out, self._end_in = self._base_out + capacity, self._base_in + capacity
         self._sent = self._got = 0
@@ -99,7 +99,7 @@ class ShmLink:
             n = len(buffer) if type(buffer) in _PLAIN else buffer.nbytes
             start = base + (at & mask)
             if n <= PIECE and start + n <= end and at + n <= self._limit:
-                self._segment[start : start + n] = buffer
+                self._mapped[start : start + n] = buffer
                 at += n
             else:
                 whole = at + n
@@ -191,7 +191,7 @@ class ShmLink:
         words.release()
         self._bytes.release()
         with contextlib.suppress(BufferError):  # a thread is in the middle of a copy: the last one out closes it
-            self._segment.close()
+            self._mapped.close()
 
     def abort(self) -> None:
         """See `Link.abort`. Keeps the descriptor until `close`, as `SocketLink` does."""
@@ -213,7 +213,7 @@ class ShmLink:
             if not n:
                 break
             start += self._base_out
-            self._segment[start : start + n] = view[done : done + n]
+            self._mapped[start : start + n] = view[done : done + n]
             done, at = done + n, at + n
             if done < nbytes:
                 self._tell_written(at)
