@@ -434,6 +434,9 @@ class _Forming:
         for wire, sock in sockets.items():
             getattr(group, wire[1])[wire[0]] = shared.get(wire) or wrap(sock, wire[0])
         for listener in self.listeners:
+            name = listener.getsockname()
+            if isinstance(name, str) and name:  # its file now, and not at the end: a killed rank would leave it
+                _transport("unix").remove(name)
             listener.close()
         return wiring.hellos
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from . import bootstrap
+from . import bootstrap, forked
 from .control import Control, again
 from .counters import STAGE, Counters
 from .dtypes import Array, DType, carrier, check_op
@@ -51,6 +51,17 @@ class Caller:
         self._closed: str | None = None  # why no call is accepted any more
         self._closing = self._released = False  # whether links and store are given up
         self._lock = threading.Lock()
+        if group.world_size > 1:
+            forked.watch(self)
+
+    def forsake(self) -> None:
+        """In a forked child: refuse every call, and let go of the links. Locks may be held by threads that are not there."""
+        refusal = forked.refusal(self.rank)
+        self._control.cause = refusal
+        self._turns, self._lock = Turns(f"hostring-{self._group.name}-{self.rank}"), threading.Lock()
+        self._messenger.forsake(refusal)
+        self._closed, self._released = "left", True
+        forked.let_go(self._group.links)
 
     def _start(self, what: str, job: Callable[[], Any], async_op: bool) -> Any:
         return self._turns.submit(job, what) if async_op else self._turns.run(job, what)

@@ -465,6 +465,8 @@ class Comm(Caller):
             RendezvousError: too few ranks came within `timeout` (the group's own when None). It may be called again.
             ValueError: the group has no store: it was split from another, or started by `RING_CONFIG`.
         """
+        if self._released:
+            self._alive()
         with self._lock:
             self._closed = self._closed or "rebuilt"
         if self._control.cause is None:
@@ -487,7 +489,8 @@ class Comm(Caller):
             if self._released or self._closing:
                 return
             self._closing = True
-        self._turns.close(self.timeout)
+        if not self._turns.close(self.timeout):
+            self.abort(f"what it had accepted was not done {self.timeout:.1f} s after it closed the group")
         with self._lock:
             if self._released:  # aborted meanwhile
                 return

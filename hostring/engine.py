@@ -21,6 +21,7 @@ _set_seq = SEQ.pack_into
 
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
 _YIELD_MASK = 15  # give way to another process on this core at every 16th idle turn
+_DEADLINE_MASK = 127  # look at the clock at every 128th turn that moved something: a trickle must not outlast the deadline
 
 
 class _Unsent:
@@ -185,7 +186,7 @@ class Engine:
         fold_early: bool = True,
     ) -> tuple[float, int]:  # fmt: skip
         """Receive what is pending and send the rest, folding what is complete meanwhile. Returns seconds of waiting, and steps done."""
-        waited, since, idle, at = 0.0, 0.0, 0, 0
+        waited, since, idle, at, turns = 0.0, 0.0, 0, 0, 0
         late: Pipe | None = None
         poller: select.poll | None = None
         while pending or unsent:
@@ -212,6 +213,9 @@ class Engine:
                 idle, poller = 0, None
                 if done and pending and fold_early:
                     at = self._fold_ready(stage, b, at, bool(unsent))
+                turns += 1
+                if not turns & _DEADLINE_MASK and perf_counter() > started + timeout and (pending or unsent):
+                    raise self._control.timed_out(_waiting(program, pending, unsent), _progress(pending), timeout)
                 continue
             if late is None:
                 since = perf_counter()
@@ -252,19 +256,27 @@ class Engine:
         self, poller: select.poll, program: Program, pending: list[Incoming], unsent: list[_Unsent], started: float, timeout: float
     ) -> None:  # fmt: skip
         """Wait in the kernel until a link of this round, or a control link, has something."""
-        late = pending[0].peer if pending else unsent[0].peer
         control = self._control
-        control.waiting = mine = Waiting(late, f"{program.call.collective} #{program.seq}", program.call, program.seq)
+        control.waiting = mine = _waiting(program, pending, unsent)
         try:
             remaining = started + timeout - perf_counter()
             if remaining <= 0:
-                raise control.timed_out(mine, pending[0].progress() if pending else "took no more bytes", timeout)
+                raise control.timed_out(mine, _progress(pending), timeout)
             events = poller.poll(min(remaining, control.patience()) * 1000)
             control.hear(events)
             if not events:
-                control.ask(late)
+                control.ask(mine.peer)
         finally:
             control.waiting = None
+
+
+def _waiting(program: Program, pending: list[Incoming], unsent: list[_Unsent]) -> Waiting:
+    late = pending[0].peer if pending else unsent[0].peer
+    return Waiting(late, f"{program.call.collective} #{program.seq}", program.call, program.seq)
+
+
+def _progress(pending: list[Incoming]) -> str:
+    return pending[0].progress() if pending else "took no more bytes"
 
 
 def fold(step: Step, b: Buffers) -> None:

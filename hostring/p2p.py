@@ -176,6 +176,12 @@ class Messenger:
                 work.finish(error=again(cause))
         self._nudge(False)
 
+    def forsake(self, cause: HostringError) -> None:
+        """In a forked child: refuse every call."""
+        self._cause = cause
+        self._mutex = threading.RLock()
+        self._posted.clear()
+
     def close(self, seconds: float = 5.0) -> None:
         """Send what was accepted, then end the background thread. The links are closed by whoever made them."""
         deadline = perf_counter() + seconds
