@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from hostring.addresses import join_address, listen
+from hostring.revival import Revival
 from hostring.store_server import StoreServer
 
 log = logging.getLogger("hostring")
@@ -34,19 +35,23 @@ def launch(
     env: Mapping[str, str] | None = None,
     prefix_output: bool = False,
     grace: float = GRACE,
+    last_words: float = LAST_WORDS,
+    revival: Revival | None = None,
 ) -> int:
     """Run a Python program as `n` ranks on this machine, and wait for it.
 
     This process hosts the store, on loopback, with a secret that only the ranks get (in their environment, never on a
-    command line). When a rank fails, the others are ended. SIGINT, SIGTERM and SIGHUP go to all ranks, and end the ones
-    that don't react.
+    command line). When a rank fails, the others are ended, unless `revival` wants it started again: then it gets
+    HOSTRING_REJOIN=1, and the others are to call `Comm.rebuild`. SIGINT, SIGTERM and SIGHUP go to all ranks, and end the
+    ones that don't react.
 
     Args:
         argv: a script and its arguments, or "-m", a module and its arguments.
         n: world size.
         env: more variables for all ranks.
         prefix_output: put "[rank] " before each line of output. Lines appear whole, so streamed text comes late.
-        grace: see `GRACE`.
+        grace, last_words: see `GRACE` and `LAST_WORDS`.
+        revival: which ranks are started again; none when not given.
 
     Returns:
         0 when all ranks ended well, else the exit code of the first that did not (128 + signal for a killed one).
@@ -60,7 +65,7 @@ def launch(
         raise ValueError("argv is empty: give a script, or -m and a module")
     secret = (env or {}).get("HOSTRING_SECRET") or secrets.token_hex(32)
     server = StoreServer([listen("127.0.0.1", 0)], secret.encode())
-    ranks = _Ranks(grace)
+    ranks = _Ranks(grace, last_words, revival)
     torch_port = _free_port()
     try:
         with ranks.passing_signals_on():
@@ -104,15 +109,21 @@ def _free_port() -> int:
 class _Ranks:
     """The processes of one launch."""
 
-    def __init__(self, grace: float) -> None:
-        self._grace = grace
+    def __init__(self, grace: float, last_words: float, revival: Revival | None) -> None:
+        self._grace, self._last_words, self._revival = grace, last_words, revival
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._starts: list[tuple[Sequence[str], Mapping[str, str], bool]] = []
         self._printers: list[threading.Thread] = []
         self._printing = threading.Lock()
         self._received: list[int] = []
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], rank: int, prefix_output: bool) -> None:
-        """Start one rank, in a session of its own: what it starts ends with it."""
+        """Start the next rank, in a session of its own: what it starts ends with it."""
+        self._starts.append((command, environment, prefix_output))
+        self._processes.append(self._start(rank, environment))
+
+    def _start(self, rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        command, _, prefix_output = self._starts[rank]
         piped = subprocess.PIPE if prefix_output else None
         process = subprocess.Popen(
             command,
@@ -122,12 +133,12 @@ class _Ranks:
             stderr=piped,
             start_new_session=True,
         )
-        self._processes.append(process)
         for pipe, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             if pipe is not None:
                 thread = threading.Thread(target=self._print, args=(rank, pipe, target), name=f"hostring-output-{rank}", daemon=True)
                 thread.start()
                 self._printers.append(thread)
+        return process
 
     def wait(self) -> int:
         """Until all have ended. Returns the exit code for the whole."""
@@ -136,10 +147,25 @@ class _Ranks:
             if self._received:
                 return self._interrupted()
             if any(codes):
-                return self._failed(codes)
+                if not self._revived(codes):
+                    return self._failed(codes)
+                continue
+            for rank in self._revival.stuck() if self._revival is not None else ():
+                self._kill(rank)
             if None not in codes:
                 return 0
             time.sleep(0.02)
+
+    def _revived(self, codes: Sequence[int | None]) -> bool:
+        """Start the failed ranks again. False when one of them is not to be, and nothing more is worth doing."""
+        failed = {rank: code for rank, code in enumerate(codes) if code}
+        if self._revival is None or not all(self._revival.again(rank, _ended(code)) for rank, code in failed.items()):
+            return False
+        for rank in failed:
+            self._kill(rank)
+            self._processes[rank].wait()
+            self._processes[rank] = self._start(rank, {**self._starts[rank][1], "HOSTRING_REJOIN": "1"})
+        return True
 
     def _failed(self, codes: Sequence[int | None]) -> int:
         culprits = [rank for rank, code in enumerate(codes) if code]
@@ -148,7 +174,7 @@ class _Ranks:
         others = sum(code is None for code in codes)
         stopping = f"; stopping the {others} that still run" if others else ""
         log.warning("hostring: rank %d (process %d) %s%s", rank, self._processes[rank].pid, _ended(code), stopping)
-        self._wait_all(LAST_WORDS, lambda: False)
+        self._wait_all(self._last_words, lambda: False)
         self.end_all()
         return 128 - code if code < 0 else code
 
@@ -177,9 +203,11 @@ class _Ranks:
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
-            if process.returncode is None:  # once it is set, the number may belong to another process
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, number)
+            _signal(process, number)
+
+    def _kill(self, rank: int) -> None:
+        """End a rank, and what it left behind in its session when it has ended."""
+        _signal(self._processes[rank], signal.SIGKILL)
 
     @contextlib.contextmanager
     def passing_signals_on(self) -> Iterator[None]:
@@ -205,6 +233,12 @@ class _Ranks:
                 with self._printing:
                     target.write(f"[{rank}] {line.decode(errors='replace')}" + ("" if line.endswith(b"\n") else "\n"))
                     target.flush()
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.returncode is None:  # once it is set, the number may belong to another process
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
 
 
 def _code(process: subprocess.Popen[bytes]) -> int | None:

@@ -139,7 +139,7 @@ def test_the_statement_says_who_wins() -> None:
     assert statement({**RUN, "controls": {}}) == ""
 
 
-COMMON: dict[str, Any] = {"prompt": None, "max_tokens": 8, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "controls": True}
+COMMON: dict[str, Any] = {"prompts": (), "max_tokens": 8, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "controls": True}
 
 
 @pytest.mark.parametrize(

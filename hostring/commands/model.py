@@ -11,7 +11,11 @@ import typer
 _LLM = "hostring.integrations.llm"
 
 Model = Annotated[str | None, typer.Option(help="A GGUF file or a Hugging Face directory; the bundled model when not given.")]
-Prompt = Annotated[str | None, typer.Option(help="What to continue, or to answer.")]
+Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="What to continue, or to answer; may be repeated.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Take more prompts from standard input, a line each, until its end.")]
+RejoinTimeout = Annotated[
+    float, typer.Option(min=0.0, help="Seconds to wait for a rank that died to come back, when more prompts come; 0 ends the run.")
+]
 MaxTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token every time.")]
 TopK = Annotated[int, typer.Option(min=0, help="Choose among this many of the most likely tokens; 0 for all.")]
@@ -33,24 +37,30 @@ def demo(
     ] = None,
     topology: TopologyName = "auto",
     model: Model = None,
-    prompt: Prompt = None,
+    prompt: Prompts = None,
+    chat: Chat = False,
     max_tokens: MaxTokens = 96,
     temperature: Temperature = 0.7,
     top_k: TopK = 40,
     top_p: TopP = 0.95,
     seed: Seed = 0,
     json_file: Json = None,
-    controls: Annotated[bool, typer.Option(help="Also run on one rank alone, and with one dtype on all ranks.")] = True,
+    controls: Annotated[
+        bool | None, typer.Option(help="Also run on one rank alone, and with one dtype on all ranks. Done by default, but not with --chat.")
+    ] = None,
+    rejoin_timeout: RejoinTimeout = 300.0,
     timeout: Annotated[float, typer.Option(help="Seconds for start-up and for each collective.")] = 120.0,
 ) -> None:
     """Run a model on unlike rank processes of this machine, over TCP, and account for every byte.
 
-    By default two ranks, one computing in float16 and one in bfloat16, continue a text with the bundled model.
+    By default two ranks, one computing in float16 and one in bfloat16, continue a text with the bundled model. A rank
+    that dies while more prompts are to come is started again. The exit code is 1 when an answer broke off.
     """
     from hostring.topologies import check_order
 
     check_order(topology, "rank")
-    job = _job(model, ranks, dtypes, prompt, max_tokens, temperature, top_k, top_p, seed, controls)
+    controls = not chat if controls is None else controls
+    job = _job(model, ranks, dtypes, prompt, max_tokens, temperature, top_k, top_p, seed, controls, chat, rejoin_timeout)
     result = _load("demo").demo(job, topology=topology, timeout=timeout)
     _finish(result, json_file)
 
@@ -59,7 +69,8 @@ def generate(
     dtypes: Annotated[str | None, typer.Option(help="What each rank computes in; one for all, or one per rank.")] = "float32",
     topology: TopologyName = "auto",
     model: Model = None,
-    prompt: Prompt = None,
+    prompt: Prompts = None,
+    chat: Chat = False,
     max_tokens: MaxTokens = 96,
     temperature: Temperature = 0.7,
     top_k: TopK = 40,
@@ -68,15 +79,19 @@ def generate(
     json_file: Json = None,
     controls: Annotated[bool, typer.Option(help="Also run on one rank alone, and with one dtype on all ranks.")] = False,
     stats: Annotated[bool, typer.Option(help="Print what it cost after the text.")] = True,
+    rejoin_timeout: RejoinTimeout = 300.0,
 ) -> None:
     """Do the demo's work as one rank of a group that a launcher started.
 
-    Run it under torchrun, mpirun, srun or `hostring launch -n 2 -m hostring generate`. Only the head rank prints.
+    Run it under torchrun, mpirun, srun or `hostring launch -n 2 -m hostring generate`. Only the head rank prints. A rank
+    that dies while more prompts are to come is waited for; `hostring launch --rejoin 9` starts it again, elsewhere the
+    line to run is printed. The exit code is 1 when an answer broke off.
     """
     import hostring
 
     with hostring.init(topology=topology) as comm:
-        job = _job(model, comm.world_size, dtypes, prompt, max_tokens, temperature, top_k, top_p, seed, controls)
+        ranks = comm.world_size
+        job = _job(model, ranks, dtypes, prompt, max_tokens, temperature, top_k, top_p, seed, controls, chat, rejoin_timeout)
         result = _load("demo").generate(job, comm, stats=stats)
     if result is not None:
         _finish(result, json_file)
@@ -95,20 +110,20 @@ def _load(name: str) -> Any:
 
 
 def _job(
-    model: str | None, ranks: int | None, dtypes: str | None, prompt: str | None, max_tokens: int,
-    temperature: float, top_k: int, top_p: float, seed: int, controls: bool,
+    model: str | None, ranks: int | None, dtypes: str | None, prompts: list[str] | None, max_tokens: int,
+    temperature: float, top_k: int, top_p: float, seed: int, controls: bool, chat: bool, patience: float,
 ) -> Any:  # fmt: skip
     return _load("job").make_job(
-        model=model, ranks=ranks, dtypes=dtypes, prompt=prompt, max_tokens=max_tokens, temperature=temperature,
-        top_k=top_k, top_p=top_p, seed=seed, controls=controls,
+        model=model, ranks=ranks, dtypes=dtypes, prompts=prompts or (), max_tokens=max_tokens, temperature=temperature,
+        top_k=top_k, top_p=top_p, seed=seed, controls=controls, chat=chat, patience=patience,
     )  # fmt: skip
 
 
 def _finish(result: dict[str, Any], json_file: Path | None) -> None:
-    """Write the figures, and fail when they show that the run was not what it claims to be."""
+    """Write the figures, and fail when they show that the run was not what it claims to be, or a prompt was not answered."""
     import json
 
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if result["faults"]:
+    if result["faults"] or "error" in result or not all(turn["complete"] for turn in result.get("turns", ())):
         raise typer.Exit(1)

@@ -6,12 +6,13 @@ import json
 import os
 import secrets
 import sys
-import threading
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from dataclasses import replace
+from multiprocessing.connection import Client, Listener
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from hostring.integrations.llm.board import Board
+from hostring.integrations.llm.comeback import how_to_come_back, nobody_restarts
 from hostring.integrations.llm.job import Job
 from hostring.integrations.llm.screen import Screen
 from hostring.launch import launch
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
     from hostring import Comm
 
 _TEXT_EVERY = 0.03  # seconds; a message per token would cost the ranks' cores more than the token
+_LAST_WORDS = 10.0  # seconds in which the head says what it has, once the run is over
 _CHANNEL = "HOSTRING_DEMO_CHANNEL"
 
 
 def demo(job: Job, *, topology: str = "auto", timeout: float = 120.0) -> dict[str, Any]:
     """Run `job` on rank processes of this machine and show it. Returns the figures.
+
+    A rank that is lost between the first prompt and the last is started again.
 
     Raises:
         HostringError: a rank failed; what it said is on stderr.
@@ -34,7 +38,7 @@ def demo(job: Job, *, topology: str = "auto", timeout: float = 120.0) -> dict[st
     key = secrets.token_bytes(32)
     screen = Screen(job)
     with Listener(("127.0.0.1", 0), authkey=key, backlog=job.ranks) as listener:
-        board = _Board(listener, screen)
+        board = Board(listener, screen)
         port = listener.address[1]
         env = {
             _CHANNEL: json.dumps({"port": port, "key": key.hex(), "job": job.to_json()}),
@@ -44,8 +48,10 @@ def demo(job: Job, *, topology: str = "auto", timeout: float = 120.0) -> dict[st
             "OMP_NUM_THREADS": "1",
         }
         with screen:
-            code = launch(["-m", __name__], job.ranks, env=env)
+            code = launch(["-m", __name__], job.ranks, env=env, last_words=_LAST_WORDS, revival=board)
             result = board.finish()
+    if result is None and board.head_ended is not None:
+        raise HostringError(f"rank 0, the head, {board.head_ended}; it holds the prompts, so the run ends here: start it again", 0)
     if result is None:
         raise HostringError(f"the ranks ended with exit code {code} before there was a result; see their messages above")
     return result
@@ -55,51 +61,14 @@ def generate(job: Job, comm: Comm, *, stats: bool = True) -> dict[str, Any] | No
     """Run `job` as one rank of `comm`. The head rank shows the text as it comes, then the figures, and returns them."""
     from hostring.integrations.llm.runs import measure
 
+    if nobody_restarts(os.environ):
+        job = replace(job, patience=0.0)
     if comm.rank != 0:
         return measure(job, comm, lambda kind, value: None)
-    screen = Screen(job, starting=False, summary=stats)
+    comes_back = lambda rank: how_to_come_back(rank, job.ranks, os.environ, sys.argv)  # noqa: E731
+    screen = Screen(job, starting=False, summary=stats, comes_back=comes_back)
     with screen:
         return measure(job, comm, lambda kind, value: screen.handle(0, kind, value))
-
-
-class _Board:
-    """Takes what the ranks say to the screen, in a thread of its own."""
-
-    def __init__(self, listener: Listener, screen: Screen) -> None:
-        self._listener, self._screen = listener, screen
-        self._result: dict[str, Any] | None = None
-        self._lock = threading.Lock()
-        self._readers: list[threading.Thread] = []
-        self._accepting = True
-        threading.Thread(target=self._accept, name="hostring-demo", daemon=True).start()
-
-    def finish(self) -> dict[str, Any] | None:
-        """The result, once all that was sent has been read."""
-        self._accepting = False
-        for reader in self._readers:
-            reader.join(5.0)
-        return self._result
-
-    def _accept(self) -> None:
-        while self._accepting:
-            try:
-                connection = self._listener.accept()
-            except (AuthenticationError, OSError, EOFError):  # a stranger, or the end
-                continue
-            reader = threading.Thread(target=self._read, args=(connection,), name="hostring-demo-rank", daemon=True)
-            self._readers.append(reader)
-            reader.start()
-
-    def _read(self, connection: Connection) -> None:
-        try:
-            while True:
-                rank, kind, value = json.loads(connection.recv_bytes())
-                with self._lock:
-                    if kind == "result":
-                        self._result = value
-                    self._screen.handle(rank, kind, value)
-        except (EOFError, OSError):
-            connection.close()
 
 
 class _Channel:

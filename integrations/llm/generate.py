@@ -59,6 +59,7 @@ class Model:
         *,
         max_tokens: int = 128,
         on_text: Callable[[str], None] | None = None,
+        on_token: Callable[[int], None] | None = None,
         cache: KVCache | None = None,
     ) -> Generation:
         """Complete a prompt. A collective: every rank calls it.
@@ -68,6 +69,7 @@ class Model:
             sampling: how to choose, greedy when not given. The head rank's counts.
             max_tokens: the most to generate; fewer when the KV cache is full. The head rank's counts.
             on_text: called with pieces of text as they come, on the head rank only.
+            on_token: called with every id as it comes, on every rank: what there is when a generation fails half-way.
             cache: an earlier turn's cache to continue from; a new one when not given. It holds all but the last token of
                 that turn's answer, which therefore starts the next prompt.
 
@@ -80,7 +82,7 @@ class Model:
         request = _share_request(self.comm, ids, sampling or Sampling(), max_tokens)
         cache = self.sharded.new_cache() if cache is None else cache
         request.fit(cache)
-        return _Run(self, request, cache, on_text, started).generation()
+        return _Run(self, request, cache, on_text, on_token, started).generation()
 
 
 def load_model(
@@ -147,10 +149,19 @@ def _share_request(comm: Comm, ids: list[int], sampling: Sampling, max_tokens: i
 class _Run:
     """The state of one generation on one rank."""
 
-    def __init__(self, model: Model, request: _Request, cache: KVCache, on_text: Callable[[str], None] | None, started: float) -> None:
+    def __init__(
+        self,
+        model: Model,
+        request: _Request,
+        cache: KVCache,
+        on_text: Callable[[str], None] | None,
+        on_token: Callable[[int], None] | None,
+        started: float,
+    ) -> None:
         self.model, self.request, self.cache, self.started = model, request, cache, started
         self.sharded, self.comm = model.sharded, model.comm
         self.on_text = on_text if self.comm.rank == HEAD_RANK else None
+        self.on_token = on_token
         self.sampler = Sampler(request.sampling)
         self.n_candidates = request.sampling.candidates(max(self.sharded.plan.vocab))
         self.limit = min(request.max_tokens, cache.max_seq - cache.length - len(request.ids) + 1)
@@ -199,6 +210,8 @@ class _Run:
         if status == NOT_FINITE:
             raise ValueError(f"a logit is not a finite number after {len(self.tokens)} tokens; check the checkpoint, or compute in float32")
         self.tokens.append(token)
+        if self.on_token is not None:
+            self.on_token(token)
         if self.on_text is not None and (piece := self.stream.push(token)):
             self.on_text(piece)
         return int(status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,29 +15,38 @@ _SHORT = {"f16": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float
 
 @dataclass(frozen=True)
 class Job:
-    """One generation to run and to measure.
+    """What to generate and to measure.
 
     Attributes:
         model: a GGUF file or a directory in Hugging Face form.
         dtypes: what each rank computes in.
-        prompt: None for one that suits the model.
+        prompts: answered one after the other, each for itself; none for one that suits the model.
+        chat: more of them come from the head rank's standard input, a line each.
         max_tokens, temperature, top_k, top_p, seed: see `Sampling`.
         controls: also run on one rank alone, and on all ranks with one dtype.
+        patience: seconds that the ranks wait for one that died to come back; 0 ends the run instead.
     """
 
     model: str
     dtypes: tuple[str, ...]
-    prompt: str | None
+    prompts: tuple[str, ...]
     max_tokens: int
     temperature: float
     top_k: int
     top_p: float
     seed: int
     controls: bool
+    chat: bool = False
+    patience: float = 300.0
 
     @property
     def ranks(self) -> int:
         return len(self.dtypes)
+
+    @property
+    def several(self) -> bool:
+        """More than one prompt may come."""
+        return self.chat or len(self.prompts) > 1
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -44,17 +54,17 @@ class Job:
     @staticmethod
     def from_json(text: str) -> Job:
         fields = json.loads(text)
-        return Job(**{**fields, "dtypes": tuple(fields["dtypes"])})
+        return Job(**{**fields, "dtypes": tuple(fields["dtypes"]), "prompts": tuple(fields["prompts"])})
 
 
-def make_job(*, model: str | None, ranks: int | None, dtypes: str | None, **rest: Any) -> Job:
+def make_job(*, model: str | None, ranks: int | None, dtypes: str | None, prompts: Sequence[str], **rest: Any) -> Job:
     """Complete and check what the user said, before any process starts.
 
     Args:
         model: the bundled model when None.
         ranks: 2, or as many as `dtypes` names, when None.
         dtypes: names separated by commas: one for all ranks, or one per rank. float16 and bfloat16 in turn when None.
-        rest: the other attributes of `Job`.
+        prompts, rest: the other attributes of `Job`.
 
     Raises:
         ValueError: names that are unknown, or numbers that don't go together.
@@ -65,7 +75,7 @@ def make_job(*, model: str | None, ranks: int | None, dtypes: str | None, **rest
         raise FileNotFoundError(f"no model at {path}; give a GGUF file or a directory with config.json and model.safetensors")
     if ranks is not None and ranks < 1:
         raise ValueError(f"{ranks} ranks: at least one is needed")
-    return Job(str(path.absolute()), _dtypes(ranks, dtypes), **rest)
+    return Job(str(path.absolute()), _dtypes(ranks, dtypes), tuple(prompts), **rest)
 
 
 def _dtypes(ranks: int | None, text: str | None) -> tuple[str, ...]:

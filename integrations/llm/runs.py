@@ -1,64 +1,82 @@
-"""One measured generation on every rank of a group, and the controls that say what it is worth."""
+"""Prompts answered and measured on every rank of a group, and the controls that say what the figures are worth."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 import hostring
 from hostring import Comm
+from hostring.integrations.llm.conversation import Head, Part
 from hostring.integrations.llm.generate import HEAD_RANK, Generation, Model, load_model
 from hostring.integrations.llm.job import BUNDLED, Job
+from hostring.integrations.llm.prompts import Prompts
 from hostring.integrations.llm.sampling import Sampling
+from hostring.integrations.llm.turns import Turn
 from hostring.integrations.llm.verdict import faults, statement
 
 Tell = Callable[[str, Any], None]
-"""Called with what happens: ("stage", name), ("prompt", text), ("text", piece), ("result", figures)."""
+"""Called with what happens: ("stage", name), ("ask", None), ("prompt", what is shown of it), ("text", piece),
+("refused", why), ("lost", who and how), ("whole", None), ("result", figures)."""
 
 Report = dict[str, Any]
 
+_STDIN = 0
 _WARM_UP_TOKENS = 4  # the first steps allocate, build their messages and wake the kernels
 _PATIENCE = 3600.0  # seconds that ranks wait while another one runs its control alone
 
 
 def measure(job: Job, comm: Comm, tell: Tell) -> dict[str, Any] | None:
-    """Generate, run the controls, and compare. A collective: every rank calls it.
+    """Answer all prompts, run the controls, and compare. A collective: every rank calls it.
 
     Returns:
-        all figures on the head rank, None elsewhere.
+        all figures on the head rank, None elsewhere. They are those of the last prompt that was answered to the end.
+
+    Raises:
+        HostringError: this rank can't go on. The head rank raises it only before the first prompt; after that the figures
+            hold what there is, and "error".
     """
     tell("stage", "loading")
-    run = _Run(job, comm, tell)
-    tell("stage", "ready")
-    comm.barrier()
-    tell("prompt", {"text": run.prompt, "continued": run.continued})
-    generation, reports = run.generation(job.dtypes, streamed=True)
-    controls: dict[str, Any] = {}
-    if job.controls:
-        tell("stage", "controls")
-        controls = {"one_rank": _one_rank_each(run), "same_dtype": _same_dtype(run, generation, reports)}
-    result = _figures(run, generation, reports, controls) if comm.rank == HEAD_RANK else None
-    comm.barrier()
-    if result is not None:
-        tell("result", result)
+    run = Run(job, comm, tell)
+    with contextlib.ExitStack() as groups:
+        if comm.rank != HEAD_RANK:
+            Part(run, tell, groups).hold()
+            return None
+        head = Head(run, tell, groups, Prompts(job.prompts or run.default_prompts, _STDIN if job.chat else None))
+        head.hold()
+        result = _result(run, head)
+    tell("result", result)
     return result
 
 
-class _Run:
-    """What all generations of one measurement share. `continued`: the model continues the prompt rather than answer it."""
+class Run:
+    """What all generations on one rank share.
+
+    Attributes:
+        continued: the model continues a prompt rather than answer it.
+        found: of the controls, on the head rank.
+    """
 
     def __init__(self, job: Job, comm: Comm, tell: Tell) -> None:
         self.job, self.comm, self.tell = job, comm, tell
         self.sampling = Sampling(job.temperature, job.top_k, job.top_p, job.seed)
+        self.found: dict[str, Any] = {}
         self._loaded: tuple[tuple[str, ...], Model] | None = None
-        model = self.model(comm, job.dtypes)
-        self.continued = model.tokenizer.template is None
-        self.prompt = job.prompt or ("In the beginning" if self.continued else "Why is the sky blue? Answer in two sentences.")
-        self.ids = model.prompt_ids(self.prompt)
+        self.continued = self.model(comm, job.dtypes).tokenizer.template is None
+
+    @property
+    def default_prompts(self) -> tuple[str, ...]:
+        if self.job.chat:
+            return ()
+        return ("In the beginning" if self.continued else "Why is the sky blue? Answer in two sentences.",)
+
+    def ids(self, prompt: str) -> list[int]:
+        return self.model(self.comm, self.job.dtypes).prompt_ids(prompt)
 
     def model(self, comm: Comm, dtypes: tuple[str, ...]) -> Model:
         """This rank's part of the model; the last one asked for is kept, others are given up first."""
@@ -68,15 +86,40 @@ class _Run:
             self._loaded = dtypes, load_model(self.job.model, comm, dtype=dtypes[comm.rank], hash_activations=True)
         return self._loaded[1]
 
-    def generation(self, dtypes: tuple[str, ...], comm: Comm | None = None, streamed: bool = False) -> tuple[Generation, list[Report]]:
-        """Generate on all ranks of `comm`, after a short warm-up. Reports come by rank, on the head rank only."""
-        comm = self.comm if comm is None else comm
+    def move_to(self, comm: Comm) -> None:
+        """Go on in a group that was made whole again; the weights stay where this rank is still the same."""
+        if self._loaded is not None and (comm.rank, comm.world_size) == (self.comm.rank, self.comm.world_size):
+            self._loaded[1].sharded.move_to(comm)
+        self.comm = comm
+        self.model(comm, self.job.dtypes)
+
+    def generation(
+        self,
+        ids: Sequence[int],
+        dtypes: tuple[str, ...] | None = None,
+        comm: Comm | None = None,
+        *,
+        warm_up: bool = True,
+        on_text: Callable[[str], None] | None = None,
+        on_token: Callable[[int], None] | None = None,
+    ) -> tuple[Generation, list[Report]]:
+        """Generate on all ranks of `comm`. Reports come by rank, on the head rank only."""
+        comm, dtypes = comm or self.comm, dtypes or self.job.dtypes
         model = self.model(comm, dtypes)
-        model.generate(self.ids, self.sampling, max_tokens=_WARM_UP_TOKENS)
-        on_text: Callable[[str], None] = (lambda piece: self.tell("text", piece)) if streamed else (lambda piece: None)
-        found = model.generate(self.ids, self.sampling, max_tokens=self.job.max_tokens, on_text=on_text)
+        if warm_up:
+            model.generate(ids, self.sampling, max_tokens=_WARM_UP_TOKENS)
+        found = model.generate(ids, self.sampling, max_tokens=self.job.max_tokens, on_text=on_text, on_token=on_token)
         report = {"rank": comm.rank, "dtype": dtypes[comm.rank], **found.stats.as_dict()}
         return found, _gather(comm, report)
+
+    def controls(self, ids: Sequence[int]) -> None:
+        """Generate the same again, otherwise. A collective: every rank calls it; `found` is the head rank's."""
+        self.tell("stage", "controls")
+        self.found["one_rank"] = _one_rank_each(self, ids)
+        alike = (self.job.dtypes[0],) * self.comm.world_size
+        if alike != self.job.dtypes:
+            generation, reports = self.generation(ids, alike)
+            self.found["same_dtype"] = _control(generation, reports)
 
 
 def _gather(comm: Comm, report: Report) -> list[Report]:
@@ -90,29 +133,20 @@ def _gather(comm: Comm, report: Report) -> list[Report]:
     return [json.loads(joined[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
 
 
-def _one_rank_each(run: _Run) -> list[dict[str, Any]]:
+def _one_rank_each(run: Run, ids: Sequence[int]) -> list[dict[str, Any]]:
     """The whole model on one rank alone, once for each dtype of the job, one after the other. On the head rank."""
     found: list[dict[str, Any]] = []
     for dtype in dict.fromkeys(run.job.dtypes):
         owner = run.job.dtypes.index(dtype)
         control: dict[str, Any] = {}
         if run.comm.rank == owner:
-            with hostring.init(0, 1) as alone:
-                generation, reports = run.generation((dtype,), alone)
+            with hostring.init(0, 1, rejoin=False) as alone:
+                generation, reports = run.generation(ids, (dtype,), alone)
             control = _control(generation, reports) | {"rank": owner, "dtype": dtype}
         run.comm.barrier(timeout=_PATIENCE)
         everyone = _gather(run.comm, control)
         found += everyone[owner : owner + 1]
     return found
-
-
-def _same_dtype(run: _Run, generation: Generation, reports: list[Report]) -> dict[str, Any]:
-    """All ranks with the dtype of rank 0. When the job is just that, it is its own control."""
-    dtype = run.job.dtypes[0]
-    alike = (dtype,) * run.comm.world_size
-    if alike != run.job.dtypes:
-        generation, reports = run.generation(alike)
-    return _control(generation, reports) | {"dtype": dtype, "is_the_run_itself": alike == run.job.dtypes}
 
 
 def _control(generation: Generation, reports: list[Report]) -> dict[str, Any]:
@@ -121,19 +155,45 @@ def _control(generation: Generation, reports: list[Report]) -> dict[str, Any]:
     return {**figures, "tokens": generation.tokens, "activation_sha256": [r["activation_sha256"] for r in reports]}
 
 
-def _figures(run: _Run, generation: Generation, reports: list[Report], controls: dict[str, Any]) -> dict[str, Any]:
-    """Everything for JSON. Bytes are those of all ranks together; `per_rank` has each rank's own."""
-    stats, job = generation.stats, run.job
-    counted = stats.generated_tokens > 1
-    for control in (*controls.get("one_rank", ()), *filter(None, [controls.get("same_dtype")])):
+def _controls(run: Run, generation: Generation, reports: list[Report]) -> dict[str, Any]:
+    """What the controls found, beside the run. When all ranks have the dtype of rank 0, the run is its own control."""
+    if not run.found:
+        return {}
+    dtype = run.job.dtypes[0]
+    itself = "same_dtype" not in run.found
+    same = _control(generation, reports) if itself else run.found["same_dtype"]
+    controls = {"one_rank": run.found["one_rank"], "same_dtype": same | {"dtype": dtype, "is_the_run_itself": itself}}
+    for control in (*controls["one_rank"], controls["same_dtype"]):
         control["tokens_in_common"] = _common(control["tokens"], generation.tokens)
+    return controls
+
+
+def _result(run: Run, head: Head) -> dict[str, Any]:
+    """Everything for JSON. Bytes are those of all ranks together; `per_rank` has each rank's own."""
+    job, measured = run.job, head.last_complete
     result: dict[str, Any] = {
         "ranks": run.comm.world_size,
         "dtypes": list(job.dtypes),
         "model": "bundled" if job.model == str(BUNDLED.absolute()) else job.model,
         "topology": run.comm.topology,
         "order": run.comm.order,
-        "prompt": run.prompt,
+    }
+    if measured is not None and measured.generation is not None:
+        result |= _figures(run, measured, measured.generation)
+    else:
+        result |= {"temperature": job.temperature, "seed": job.seed, "per_rank": [], "controls": {}, "faults": [], "statement": ""}
+    if job.several or head.error is not None:
+        result["turns"] = [turn.as_dict() for turn in head.turns]
+    if head.error is not None:
+        result["error"] = head.error
+    return result
+
+
+def _figures(run: Run, turn: Turn, generation: Generation) -> dict[str, Any]:
+    stats, job, reports = generation.stats, run.job, turn.reports
+    counted = stats.generated_tokens > 1
+    result: dict[str, Any] = {
+        "prompt": turn.prompt,
         "prompt_tokens": stats.prompt_tokens,
         "temperature": job.temperature,
         "seed": job.seed,
@@ -149,10 +209,10 @@ def _figures(run: _Run, generation: Generation, reports: list[Report], controls:
         "expected_bytes_per_token": sum(r["expected_bytes_per_token"] for r in reports),
         "activation_sha256": [r["activation_sha256"] for r in reports],
         "per_rank": reports,
-        "controls": controls,
+        "controls": _controls(run, generation, reports),
     }
     result["faults"] = faults(result)
-    result["statement"] = statement(result)
+    result["statement"] = statement(result | {"ranks": run.comm.world_size})
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +13,14 @@ from rich.table import Table
 
 from hostring.integrations.llm.job import Job
 
-_NAMES = {"starting": "starting", "joining": "looking for the others", "loading": "loading", "ready": "ready"}
+_NAMES = {
+    "starting": "starting",
+    "joining": "looking for the others",
+    "loading": "loading",
+    "ready": "ready",
+    "rebuilding": "waiting",
+    "missing": "missing",
+}
 _FIGURES = (("decode tokens/s", "decode_tokens_per_s", "{:,.1f}"), ("prefill tokens/s", "prefill_tokens_per_s", "{:,.1f}"))
 
 
@@ -23,18 +31,21 @@ class Screen:
         job: what runs.
         starting: show which ranks are there until all are ready.
         summary: show the figures at the end.
+        comes_back: what makes a lost rank come back, in words.
     """
 
-    def __init__(self, job: Job, *, starting: bool = True, summary: bool = True) -> None:
+    def __init__(self, job: Job, *, starting: bool = True, summary: bool = True, comes_back: Callable[[int], str] | None = None) -> None:
         self._job, self._starting, self._summary = job, starting, summary
+        self._comes_back = comes_back or (lambda rank: "it is started again")
         self._console = Console(highlight=False)
+        self._aside = Console(highlight=False, stderr=True)  # what is neither text nor figures
         self._stages = ["missing"] * job.ranks
         self._status: Status | None = None
+        self._in_line = False
 
     def __enter__(self) -> Screen:
         if self._starting:
-            self._status = self._console.status(self._who())
-            self._status.start()
+            self._wait()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
@@ -44,14 +55,49 @@ class Screen:
         """One thing that `rank` tells."""
         if kind == "stage":
             self._stage(rank, value)
-        elif rank == 0 and kind == "prompt" and value["continued"]:
-            self._write(value["text"])
-        elif rank == 0 and kind == "text":
-            self._write(value)
-        elif rank == 0 and kind == "result":
-            self._stop_status()
-            if self._summary:
-                self._show(value)
+            return
+        head_tells: dict[str, Callable[[Any], None]] = {
+            "ask": self._ask,
+            "prompt": self._prompt,
+            "text": self._write,
+            "refused": lambda value: self._say(f"this prompt can't be answered: {value}"),
+            "lost": self._lost,
+            "whole": lambda value: self._say(f"all {self._job.ranks} ranks are here again"),
+            "result": self._result,
+        }
+        if rank == 0:
+            head_tells[kind](value)
+
+    def _ask(self, value: None) -> None:
+        self._end_line()
+        self._write("> ")
+        self._in_line = False  # whoever types ends it
+
+    def _prompt(self, prompt: dict[str, Any]) -> None:
+        if "number" in prompt:
+            self._end_line()
+            if not prompt["typed"] and not prompt["continued"]:
+                self._write(f"> {prompt['text']}\n")
+        if prompt["continued"]:
+            self._write(prompt["text"])
+
+    def _lost(self, loss: dict[str, Any]) -> None:
+        rank, tokens = loss["rank"], loss["tokens"]
+        who = "the group has failed" if rank is None else f"{self._named(rank)} is lost"
+        kept = "" if tokens is None else f"; the answer stops after {tokens} tokens, which are kept"
+        self._say(f"{who}: {loss['reason']}{kept}")
+        if loss["waits"]:
+            self._say(f"waiting up to {self._job.patience:g} s for {self._named(rank)} to come back; {self._comes_back(rank)}")
+            self._stages[rank] = "missing"
+            if self._starting:
+                self._wait()
+
+    def _result(self, result: dict[str, Any]) -> None:
+        self._stop_status()
+        if self._summary:
+            self._show(result)
+        if "error" in result:
+            self._say(f"the run ends here: {result['error']}")
 
     def _stage(self, rank: int, stage: str) -> None:
         if stage == "controls":
@@ -65,12 +111,20 @@ class Screen:
             return
         self._status.update(self._who())
         if stage == "ready" and not self._console.is_terminal:
-            self._console.print(f"rank {rank} ({self._job.dtypes[rank]}): ready")
+            self._console.print(f"{self._named(rank)}: ready")
         if set(self._stages) == {"ready"}:
             self._stop_status()
 
+    def _wait(self) -> None:
+        """Show who is there until all are ready."""
+        self._status = self._console.status(self._who())
+        self._status.start()
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} ({self._job.dtypes[rank]})"
+
     def _who(self) -> str:
-        return ", ".join(f"rank {r} ({d}): {s}" for r, (d, s) in enumerate(zip(self._job.dtypes, self._stages, strict=True)))
+        return ", ".join(f"{self._named(rank)}: {stage}" for rank, stage in enumerate(self._stages))
 
     def _stop_status(self) -> None:
         if self._status is not None:
@@ -81,10 +135,22 @@ class Screen:
         self._stop_status()
         sys.stdout.write(text)
         sys.stdout.flush()
+        self._in_line = not text.endswith("\n")
+
+    def _end_line(self) -> None:
+        if self._in_line:
+            self._write("\n")
+
+    def _say(self, text: str) -> None:
+        """A line beside the text."""
+        self._end_line()
+        self._aside.print(text, markup=False, soft_wrap=True)
 
     def _show(self, result: dict[str, Any]) -> None:
         if not result["controls"]:
             self._write("\n")
+        if not result["per_rank"]:  # no prompt was answered to the end
+            return
         self._console.print(_headline(result), soft_wrap=True)
         self._console.print(_runs(result))
         self._console.print(_traffic(result))

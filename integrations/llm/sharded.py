@@ -60,6 +60,18 @@ class ShardedModel:
         """
         return KVCache(self.decoder.config, batch, self.max_seq, torch.float32)
 
+    def move_to(self, comm: Comm) -> None:
+        """Go on in a group that was made whole again, with the weights that are here.
+
+        Raises:
+            ValueError: this rank is another one there, or there are more or fewer: it would need other slices.
+        """
+        old = self.comm
+        if (comm.rank, comm.world_size) != (old.rank, old.world_size):
+            was, now = f"rank {old.rank} of {old.world_size}", f"rank {comm.rank} of {comm.world_size}"
+            raise ValueError(f"this part of the model is that of {was}, the group makes this {now}; load it again")
+        self.comm = self.reducer.comm = comm
+
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Feed tokens, shape (batch, seq); returns this rank's logits of the last one, shape (batch, local vocabulary), f32."""
