@@ -28,12 +28,13 @@ class Switch:
     Args:
         n: how many.
         mbit: rate of each host's interface, both ways; None for no limit.
+        queue_ms: how much may wait for an interface; what comes then is dropped, and sent again by TCP.
     """
 
     interface = "eth0"
 
-    def __init__(self, n: int, mbit: Sequence[float | None] | None = None) -> None:
-        self.n, self._mbit = n, list(mbit or [None] * n)
+    def __init__(self, n: int, mbit: Sequence[float | None] | None = None, queue_ms: float = 20.0) -> None:
+        self.n, self._mbit, self._queue_ms = n, list(mbit or [None] * n), queue_ms
         self._tag = f"hb{os.getpid()}"
 
     def namespace(self, host: int) -> str:
@@ -73,8 +74,8 @@ class Switch:
             _ip("-n", here, "link", "set", "eth0", "up")
             _ip("-n", here, "route", "change", "10.97.0.0/24", "dev", "eth0", "src", self.address(host), "congctl", "cubic")
             if (mbit := self._mbit[host]) is not None:
-                limit(here, "eth0", mbit)
-                limit(switch, port, mbit)
+                limit(here, "eth0", mbit, self._queue_ms)
+                limit(switch, port, mbit, self._queue_ms)
 
     def close(self) -> None:
         for name in (*(self.namespace(host) for host in range(self.n)), f"{self._tag}-sw"):
@@ -136,11 +137,11 @@ class Delayed:
         shutil.rmtree(self._build, ignore_errors=True)
 
 
-def limit(namespace: str, device: str, mbit: float) -> None:
+def limit(namespace: str, device: str, mbit: float, queue_ms: float = 20.0) -> None:
     """Let `device` send no faster than that."""
     burst = 3100 if mbit <= 1000 else 6200 if mbit <= 2500 else 262144
     command = ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst", str(burst)]
-    subprocess.run([*command, "latency", "20ms"], check=True)
+    subprocess.run([*command, "latency", f"{queue_ms}ms"], check=True)
 
 
 def _ip(*arguments: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 UNLIMITED: Final = float("inf")
 GBIT: Final = 1e9 / 8
+PAYLOAD: Final = 0.94  # of what an Ethernet line carries, the rest being headers
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def one_host(world_size: int, cores: int) -> Network:
 def ethernet(world_size: int, gbit: float = 1.0, latency: float = 30e-6, hub_gbit: float | None = None) -> Network:
     """Every rank on a machine of its own, on one switch without a limit of its own. Rank 0's interface may differ."""
     rates = [hub_gbit if rank == 0 and hub_gbit is not None else gbit for rank in range(world_size)]
-    hosts = tuple(Host(send_rate=r * GBIT * 0.94, recv_rate=r * GBIT * 0.94, per_message=4e-6, per_byte=2e-10) for r in rates)
+    hosts = tuple(Host(r * GBIT * PAYLOAD, r * GBIT * PAYLOAD, per_message=4e-6, per_byte=2e-10) for r in rates)
     return Network(hosts, tuple(range(world_size)), Line(latency))
 
 
@@ -140,8 +141,8 @@ def read_links(path: str) -> dict[str, Any]:
         {"latency_us": 50, "gbit_per_s": 1, "ranks": {"0": {"gbit_per_s": 2.5}},
          "links": [{"from": 0, "to": 3, "latency_us": 400, "gbit_per_s": 0.1}]}
 
-    What is at the top holds for all ranks. A rank's `gbit_per_s` is its interface, all links together. A link is one
-    direction. See `_RANK_KEYS` for what else a rank may have.
+    What is at the top holds for all ranks. A rank's `gbit_per_s` is its interface, all links together; rates are those of
+    the line, of which payload is a little less. A link is one direction. See `_RANK_KEYS` for what else a rank may have.
 
     Raises:
         ValueError: names the file and the key.
@@ -184,7 +185,7 @@ def from_links(links: Mapping[str, Any], world_size: int) -> Network:
     special = {}
     for row in links.get("links", []):
         if row["from"] < world_size and row["to"] < world_size:
-            rate = row["gbit_per_s"] * GBIT if "gbit_per_s" in row else UNLIMITED
+            rate = row["gbit_per_s"] * GBIT * PAYLOAD if "gbit_per_s" in row else UNLIMITED
             special[row["from"], row["to"]] = Line(row["latency_us"] * 1e-6 if "latency_us" in row else latency, rate)
     return Network(tuple(_host(row) for row in rows), tuple(range(world_size)), Line(latency), special=special)
 
@@ -192,8 +193,8 @@ def from_links(links: Mapping[str, Any], world_size: int) -> Network:
 def _host(row: Mapping[str, Any]) -> Host:
     both = row.get("gbit_per_s", 1.0)
     return Host(
-        send_rate=row.get("send_gbit_per_s", both) * GBIT,
-        recv_rate=row.get("recv_gbit_per_s", both) * GBIT,
+        send_rate=row.get("send_gbit_per_s", both) * GBIT * PAYLOAD,
+        recv_rate=row.get("recv_gbit_per_s", both) * GBIT * PAYLOAD,
         cores=int(row.get("cores", 1)),
         per_message=row.get("per_message_us", 4.0) * 1e-6,
         per_byte=row.get("per_byte_ns", 0.2) * 1e-9,

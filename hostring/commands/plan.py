@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rich.table import Table
 
@@ -125,8 +125,8 @@ def parse_ranks(text: str) -> tuple[int, int]:
     return ends
 
 
-def price_point(network: Network, nbytes: int, order: str = "any") -> Point:
-    """Price all topologies for one size.
+def price_point(network: Network, nbytes: int, order: str = "any", segments: Sequence[int] = _SEGMENTS) -> Point:
+    """Price all topologies for one size, each with the best of its variants and of `segments`, in bytes.
 
     Raises:
         ValueError: `order` is unknown.
@@ -137,20 +137,20 @@ def price_point(network: Network, nbytes: int, order: str = "any") -> Point:
         raise ValueError(f"--order {order!r}: use any, {', '.join(ORDERS)}")
     point = Point(nbytes, network.world_size)
     prices: dict[str, Price] = {}
-    for offer, price in _offers(network, nbytes, order):
+    for offer, price in _offers(network, nbytes, order, segments):
         known = point.offers.get(offer.topology)
         if known is None or offer.seconds < known.seconds:
             point.offers[offer.topology], prices[offer.topology] = offer, price
     star = point.offers.get("star")
     if star is not None:
-        point.free = min(o.seconds for o, _ in _offers(network.without_limit_at(0), nbytes, order) if o.topology == "star")
+        point.free = min(o.seconds for o, _ in _offers(network.without_limit_at(0), nbytes, order, segments) if o.topology == "star")
         busy = {r[0]: s for r, s in prices["star"].busy.items() if r in (("cpu", 0), ("out", network.home[0]), ("in", network.home[0]))}
         part = max(busy, key=busy.__getitem__)
         point.hub = part, min(1.0, busy[part] / star.seconds)
     return point
 
 
-def _offers(network: Network, nbytes: int, order: str) -> Iterator[tuple[Offer, Price]]:
+def _offers(network: Network, nbytes: int, order: str, segments: Sequence[int]) -> Iterator[tuple[Offer, Price]]:
     from hostring import estimate
     from hostring.topologies import TOPOLOGIES
 
@@ -159,8 +159,8 @@ def _offers(network: Network, nbytes: int, order: str) -> Iterator[tuple[Offer, 
             held = v.orders[0] if order == "any" else order
             if held not in v.orders:
                 continue
-            for segment in _SEGMENTS:
-                if segment == _SEGMENTS[0] or segment < 2 * nbytes:
+            for segment in segments:
+                if segment == segments[0] or segment < 2 * nbytes:
                     price = estimate.all_reduce(name, variant, held, network, nbytes, segment)
                     yield Offer(name, variant, held, segment, price.seconds), price
 
