@@ -72,6 +72,7 @@ class Group:
     generation: int = 0
     _config: Config = field(default_factory=Config, repr=False)
     _leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+    _linked: bool = True
 
     @property
     def links(self) -> list[Link]:
@@ -123,12 +124,16 @@ class Group:
         """
         if self.store is None:
             raise ValueError("this group has no store for ranks to find each other again; rebuild the group that it was split from")
-        regrouping = Regrouping(self.store, self.name, self.rank, min_ranks, survivors, time.monotonic() + timeout)
-        self.generation += 1  # a second try must not find what a failed one left in the store
-        seat = regrouping.survive(self.generation)
+        known = survivors if self._linked else None
+        regrouping = Regrouping(self.store, self.name, self.rank, min_ranks, known, time.monotonic() + timeout)
+        seat = regrouping.survive(self.generation + 1)
+        self.generation = seat.generation  # should its links not come about, the next try must not find what this one left
         for link in self.links:
             link.close()
-        return _seated(self._config, self.store, seat, self._leave.pop_all(), neighbours, contract)
+        self._linked = False
+        group = _seated(self._config, self.store, seat, neighbours, contract)
+        group._leave.callback(self._leave.pop_all().close)
+        return group
 
     def abort(self) -> None:
         """End all links now. Descriptors are given up by `close`, which must still be called."""
@@ -197,19 +202,17 @@ def rejoin(config: Config, *, neighbours: Neighbours, contract: Mapping[str, Any
         store, leave = open_store(config, deadline, Progress(config.rank, deadline))
         undo.callback(leave)
         seat = Regrouping(store, config.name, config.rank, 1, lambda: 0, deadline).come_back()
-        return _seated(config, store, seat, undo.pop_all(), neighbours, contract)
+        group = _seated(config, store, seat, neighbours, contract)
+        group._leave.callback(undo.pop_all().close)
+        return group
 
 
-def _seated(
-    config: Config, store: Store, seat: Seat, leave: contextlib.ExitStack, neighbours: Neighbours, contract: Mapping[str, Any]
-) -> Group:
-    """Connect as `seat` says. What gives up the store belongs to the new group."""
-    with leave:
-        first = config.restarts.partition("+")[0]
-        again = replace(config, rank=seat.rank, world_size=seat.world_size, store=store, restarts=f"{first}+{seat.generation}")
-        group = connect(again, neighbours=neighbours, contract=contract)
-        group.store, group.generation, group._config = store, seat.generation, again
-        group._leave.callback(leave.pop_all().close)
+def _seated(config: Config, store: Store, seat: Seat, neighbours: Neighbours, contract: Mapping[str, Any]) -> Group:
+    """Connect as `seat` says."""
+    first = config.restarts.partition("+")[0]
+    again = replace(config, rank=seat.rank, world_size=seat.world_size, store=store, restarts=f"{first}+{seat.generation}")
+    group = connect(again, neighbours=neighbours, contract=contract)
+    group.store, group.generation, group._config = store, seat.generation, again
     return group
 
 
