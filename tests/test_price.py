@@ -182,3 +182,36 @@ def test_a_links_file_names_ranks_and_links(tmp_path) -> None:  # type: ignore[n
     path.write_text('{"latency_us": "soon"}')
     with pytest.raises(ValueError, match="latency_us is 'soon'"):
         read_links(str(path))
+
+
+ROUNDS = {
+    "one_shot": lambda n, m: m,
+    "two_shot": lambda n, m: m + 1,
+    "relay": lambda n, m: n // 2 + m - 1,
+    "chain": lambda n, m: 2 * (n - 1) + m - 1,
+    "rotate": lambda n, m: 2 * (n - 1) * m,
+    "stream": lambda n, m: m + 1,
+    "reduce_broadcast": lambda n, m: 2 * (n - 1).bit_length() + m - 1,
+}
+SENT = {
+    "one_shot": lambda n, r: n - 1,
+    "two_shot": lambda n, r: 2 * (n - 1) / n,
+    "relay": lambda n, r: n - 1,
+    "chain": lambda n, r: 2 if r < n - 2 else 1,
+    "rotate": lambda n, r: 2 * (n - 1) / n,
+    "stream": lambda n, r: n - 1 if r == 0 else 1,
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize(("topology", "variant", "order"), VARIANTS)
+def test_rounds_and_bytes_are_those_in_the_documentation(topology: str, variant: str, order: str, world_size: int) -> None:
+    t, segment = TOPOLOGIES[topology], 840  # which every number of ranks here divides
+    for m in (1, 3):
+        n_elements = segment * m * (world_size if variant in closed_forms.CHUNKED else 1)
+        schedules = [t.variants[variant].build(t.place(r, world_size), n_elements, order, segment) for r in range(world_size)]
+        assert max(len(s.rounds) for s in schedules) == ROUNDS[variant](world_size, m)
+        if variant in SENT:
+            assert [s.sent_elements() / n_elements for s in schedules] == [SENT[variant](world_size, r) for r in range(world_size)]
+        else:
+            assert max(s.sent_elements() for s in schedules) <= (world_size - 1).bit_length() * n_elements
