@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -13,7 +14,7 @@ from .dtypes import CODES, FLOAT32, Array, DType, kind_code
 from .fold import fold_functions
 from .program import Pipe, Program, scratch_layout
 from .schedule import Schedule
-from .topologies import collectives
+from .topologies import TOPOLOGIES, collectives
 from .topologies.graph import Place
 from .tuner import Choice, Tuner
 from .wire import Call
@@ -21,6 +22,9 @@ from .wire import Call
 _KEPT_NBYTES: Final = 1 << 26
 _MOST_ROOMS: Final = 64
 _NOMINAL: Final = {200: 4, 201: 8}  # bytes of a float and of a complex number, whose width each rank may choose for itself
+_SMALL_NBYTES: Final = 1 << 20
+_LEAST_SLOT_NBYTES: Final = 1 << 12
+_IN_SLOTS: Final = ("one_shot", "relay", "stream", "")  # "": a collective that is no all-reduce
 _MOST_PROGRAMS: Final = 512  # more shapes than a decode or training loop has; beyond, all are dropped and made again
 
 
@@ -61,7 +65,7 @@ class Planner:
 
     def _all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None) -> Program:
         choice = self._tuner.all_reduce(n_elements, dtype.itemsize)
-        schedule = self._build(choice, n_elements)
+        schedule = self._build(choice, n_elements, dtype.itemsize)
         call = Call("all_reduce", op, CODES[dtype], self._order, n_elements, schedule=choice.code, epoch=self._epoch)
         return self._bind(schedule, call, dtype, raw)
 
@@ -93,8 +97,9 @@ class Planner:
     def schedule(self, collective: str, n_elements: int, detail: Any, dtype: DType) -> Schedule:
         """What this rank does in `collective`."""
         choice, order = self._choose(collective, n_elements, detail, dtype), self._order
-        place, segment = choice.topology.place(self._place.rank, self._place.world_size), choice.segment
-        moving = _moving(choice, _extent(collective, n_elements, detail))
+        place = choice.topology.place(self._place.rank, self._place.world_size)
+        segment = _folding(choice, collective, n_elements, dtype.itemsize, place.world_size, order)
+        moving = _moving(choice, collective, _extent(collective, n_elements, detail), _nominal(dtype), place.world_size)
         builders: dict[str, Callable[[], Schedule]] = {
             "reduce": lambda: collectives.reduce(place, n_elements, order, segment, detail),
             "reduce_scatter": lambda: collectives.reduce_scatter(place, detail, order, segment),
@@ -109,15 +114,16 @@ class Planner:
 
     def _choose(self, collective: str, n_elements: int, detail: Any, dtype: DType) -> Choice:
         """What all ranks choose alike: from counts that all know, and not from the width of a dtype in which they may differ."""
-        itemsize = _NOMINAL.get(kind_code(dtype), dtype.itemsize)
+        itemsize = _nominal(dtype)
         return self._tuner.choose(collective, _extent(collective, n_elements, detail) * itemsize, itemsize)
 
-    def _build(self, choice: Choice, n_elements: int) -> Schedule:
+    def _build(self, choice: Choice, n_elements: int, itemsize: int) -> Schedule:
         place = choice.topology.place(self._place.rank, self._place.world_size)
-        return choice.topology.variants[choice.variant].build(place, n_elements, self._order, choice.segment)
+        segment = _folding(choice, "all_reduce", n_elements, itemsize, place.world_size, self._order)
+        return choice.topology.variants[choice.variant].build(place, n_elements, self._order, segment)
 
     def all_reduce_schedule(self, n_elements: int, itemsize: int) -> Schedule:
-        return self._build(self._tuner.all_reduce(n_elements, itemsize), n_elements)
+        return self._build(self._tuner.all_reduce(n_elements, itemsize), n_elements, itemsize)
 
     def _cached(self, key: Any, make: Callable[[], Program]) -> Program:
         return self.programs.get(key) or self._keep(key, make)
@@ -161,11 +167,37 @@ def _extent(collective: str, n_elements: int, detail: Any) -> int:
     return n_elements
 
 
-def _moving(choice: Choice, n_elements: int) -> int:
-    """Segments for data that only moves: whole on a mesh; elsewhere short enough that what passes through stays small."""
+@lru_cache(maxsize=64)
+def _longest_way(topology: str, world_size: int) -> int:
+    place = TOPOLOGIES[topology].place(0, world_size)
+    return max((len(place.path(src, dst)) - 1 for src in range(world_size) for dst in range(world_size)), default=0)
+
+
+def _folding(choice: Choice, collective: str, n_elements: int, itemsize: int, world_size: int, order: str) -> int:
+    """Segments for data that is folded: shorter than chosen where the contributions of all ranks lie at one rank in slots.
+
+    Above 1 MB those must not take more than twice the buffer. From what all ranks know, so that they cut alike.
+    """
+    nbytes = n_elements * itemsize
+    if nbytes <= _SMALL_NBYTES or choice.variant not in _IN_SLOTS:
+        return choice.segment
+    hops = _longest_way(choice.topology.name, world_size)
+    parts = world_size if order == "ring" or (collective == "reduce_scatter" and hops > 1) else 1
+    slot = 2 * nbytes // (parts * (world_size - 1) * (hops + 1))
+    return min(choice.segment, max(slot, _LEAST_SLOT_NBYTES) // itemsize)
+
+
+def _moving(choice: Choice, collective: str, n_elements: int, itemsize: int, world_size: int) -> int:
+    """Segments for data that only moves: whole on a mesh; elsewhere short enough that what passes through a rank stays small."""
     if choice.topology.name == "mesh":
         return collectives.WHOLE
-    return min(choice.segment, max(1, n_elements // 16))
+    passing = max(16, world_size**2 if collective == "all_to_all" else 0)  # each of N² parts has two slots at a hub
+    return min(choice.segment, max(_LEAST_SLOT_NBYTES // itemsize, n_elements // passing))
+
+
+def _nominal(dtype: DType) -> int:
+    """Bytes of an element as all ranks count them, though their float dtypes may differ in width."""
+    return _NOMINAL.get(kind_code(dtype), dtype.itemsize)
 
 
 def _detail(collective: str, detail: Any) -> int:
