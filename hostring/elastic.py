@@ -48,6 +48,7 @@ class _Pulse:
         self._value = -1
         self._changed = time.monotonic()
         self._due = 0.0
+        self._heard = False
 
     def beat(self) -> None:
         now = time.monotonic()
@@ -62,8 +63,13 @@ class _Pulse:
             self._due = now + _BEAT_SECONDS
             value = self._store.add(self._key, 0)
             if value != self._value:
+                self._heard = self._value >= 0  # what was there before proves nothing
                 self._value, self._changed = value, now
         return now - self._changed > SILENT_SECONDS
+
+    def lives(self) -> bool:
+        """Whether it was heard since this watcher listens, and not too long ago."""
+        return not self.silent() and self._heard
 
 
 class Regrouping:
@@ -145,7 +151,7 @@ class Regrouping:
         mine, leader = _Pulse(self._store, f"{base}/{number}/here"), _Pulse(self._store, f"{base}/leader")
         self._store.set(f"{base}/{number}", msgpack.packb(self._claim))
         if leads:
-            self._lead(base, mine, leader)
+            self._lead(base, number, mine, leader)
         while not self._store.check([f"{base}/list"]):
             if leader.silent():
                 return None
@@ -155,7 +161,7 @@ class Regrouping:
         order = [arrival for _, arrival in sorted((claim, arrival) for claim, arrival in members)]
         return Seat(order.index(number), len(order), generation) if number in order else None
 
-    def _lead(self, base: str, mine: _Pulse, leader: _Pulse) -> None:
+    def _lead(self, base: str, number: int, mine: _Pulse, leader: _Pulse) -> None:
         """Wait until enough ranks came, and all known survivors among them, then close the list."""
         pulses: dict[int, _Pulse] = {}
         newest = time.monotonic()
@@ -166,7 +172,7 @@ class Regrouping:
             if count > len(pulses):
                 newest = time.monotonic()
                 pulses.update({k: _Pulse(self._store, f"{base}/{k}/here") for k in range(len(pulses) + 1, count + 1)})
-            here = [k for k, pulse in pulses.items() if not pulse.silent()]
+            here = [k for k, pulse in pulses.items() if k == number or pulse.lives()]
             known = 0 if self._survivors is None else self._survivors()
             settled = self._survivors is not None or time.monotonic() > newest + GATHER_SECONDS
             if len(here) >= max(self._min_ranks, 1 + known) and settled:
