@@ -435,6 +435,8 @@ class _Forming:
         shared = self._share(sockets, wiring.dials)
         wrap = self._wrap(group.secret)
         for wire, sock in sockets.items():
+            if wire[1] == "control" and sock.family in (socket.AF_INET, socket.AF_INET6):
+                _transport("tcp").watch(sock)
             getattr(group, wire[1])[wire[0]] = shared.get(wire) or wrap(sock, wire[0])
         for listener in self.listeners:
             name = listener.getsockname()

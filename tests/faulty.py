@@ -29,7 +29,7 @@ from hostring.wire import HEADER_BYTES, MAGIC
 
 FATAL = ("kill", "stop", "close", "blackhole", "reset", "truncated", "junk", "oversized")
 HARMLESS = ("fragments", "slow")
-BY_PROCESS = ("kill", "stop", "blackhole")
+BY_PROCESS = ("kill", "stop", "blackhole", "dead host")
 TOPOLOGIES = ("mesh", "ring", "star", "tree")
 VARIANTS = {"mesh": "two_shot", "ring": "chain", "star": "stream", "tree": "reduce_broadcast"}
 CULPRITS = {  # hub and leaf of the star, root and inner rank of the tree
@@ -66,7 +66,7 @@ class Fault:
             return
         if self.name in ("truncated", "junk", "oversized"):  # these need a frame to spoil
             self.due = True
-        elif self.name in FATAL:
+        elif self.name in (*FATAL, "dead host"):
             self.strike()
 
     def strike(self) -> None:
@@ -76,7 +76,7 @@ class Fault:
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.name == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif self.name == "blackhole":
+        elif self.name in ("blackhole", "dead host"):
             self.blackhole()
         else:
             vanish(self.links, reset=self.name == "reset")

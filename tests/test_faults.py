@@ -39,6 +39,7 @@ from hostring.comm import Comm
 from hostring.errors import HostringError
 from hostring.rendezvous import TcpStore
 from hostring.store_server import StoreServer
+from hostring.transports import tcp
 
 PHASES = ("rendezvous", "hello", "idle", "first", "second")
 N_ELEMENTS = 3000
@@ -46,6 +47,7 @@ SEGMENT = 250
 SECRET = b"of the matrix"
 START_SECONDS = 2.5  # for groups that can't start
 CALL_SECONDS = 1.0  # for a call that can't end
+HOST_SECONDS = 2.0  # after which a host counts as dead
 SLACK = 1.0
 EVERYTHING = 45.0  # for one test
 
@@ -62,6 +64,11 @@ class Cell:
     @property
     def culprit(self) -> int:
         return CULPRITS[self.world_size][self.topology]
+
+    @property
+    def seconds(self) -> float:
+        """For a call that can't end."""
+        return 60.0 if self.fault == "dead host" else CALL_SECONDS
 
     @property
     def starts(self) -> bool:
@@ -106,7 +113,7 @@ def take_part(cell: Cell, rank: int, store: Any, fault: Fault, until: threading.
             started = time.perf_counter()
             if rank == cell.culprit and k == 1 and cell.starts:
                 arm_fault(cell, comm, fault)
-            got = comm.all_reduce(x[rank].copy(), timeout=20.0 if k == 0 or cell.fault in HARMLESS else CALL_SECONDS)
+            got = comm.all_reduce(x[rank].copy(), timeout=20.0 if k == 0 or cell.fault in HARMLESS else cell.seconds)
             assert bits(got) == expected, f"{cell}, rank {rank}: wrong bits in call {k}"
             outcome.good += 1
     except HostringError as exc:
@@ -186,6 +193,7 @@ def run_threads(cells: list[Cell]) -> dict[Cell, list[Outcome]]:
 def process_body(cell: Cell, rank: int, port: int, pipe: Any, network: str | None, folder: str | None) -> None:
     """In the child."""
     tempfile.tempdir = folder
+    tcp.HOST_SECONDS = HOST_SECONDS
     before = what_is_there()
     fault = Fault(cell.fault)
     host = "127.0.0.1"
@@ -334,13 +342,13 @@ def what_is_new(before: set[str]) -> str:
 
 DETECTED = {"kill": "PeerLostError", "close": "PeerLostError", "reset": "PeerLostError", "truncated": "PeerLostError"}
 STALLED = {"stop": "OperationTimeout", "blackhole": "OperationTimeout", "junk": "ProtocolError", "oversized": "CollectiveMismatch"}
-KINDS = {**DETECTED, **STALLED}
+KINDS = {**DETECTED, **STALLED, "dead host": "PeerLostError"}
 
 
 def judge(cell: Cell, outcomes: list[Outcome]) -> list[str]:
     """What is wrong with the end of one group."""
     wrong = []
-    limit = (CALL_SECONDS if cell.starts else START_SECONDS) + SLACK
+    limit = {"dead host": 5 * HOST_SECONDS}.get(cell.fault, (CALL_SECONDS if cell.starts else START_SECONDS) + SLACK)
     for rank, o in enumerate(outcomes):
         if cell.fault in HARMLESS:
             fine = not o.error and o.good == 3 and not o.left
@@ -398,3 +406,15 @@ def test_matrix(fault: str, phase: str, request: pytest.FixtureRequest) -> None:
     assert not wrong, "\n".join(wrong)
     if fault not in BY_PROCESS:
         assert what_is_new(before) == ""
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_dead_host_is_noticed_long_before_the_deadline(processes: Any) -> None:
+    """Nothing comes from there, not even from its kernel: no deadline has to pass for that."""
+    if why := can_cut():
+        pytest.skip(why)
+    cells = [Cell("dead host", "first", topology, 3) for topology in TOPOLOGIES]
+    with contextlib.ExitStack() as stack:
+        outcomes = run_processes(cells, [stack.enter_context(network()) for _ in cells], processes)
+    wrong = [text for cell in cells for text in judge(cell, outcomes[cell])]
+    assert not wrong, "\n".join(wrong)
