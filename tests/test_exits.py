@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,9 @@ import numpy as np
 import pytest
 
 import hostring
-from hostring import GroupClosedError, HostringError, OperationTimeout
+from hostring import GroupClosedError, HostringError, OperationTimeout, bootstrap
+from hostring.comm import contract, neighbours
+from hostring.config import from_environment
 from hostring.rendezvous import MemoryStore
 
 SOON = 10.0  # seconds, on a busy machine; the deadlines of these groups are far beyond
@@ -233,3 +239,59 @@ def test_close_does_not_wait_for_ever_for_what_it_accepted(run_ranks: Any) -> No
         return seconds
 
     assert 0.5 < run_ranks(2, body, timeout=1.0)[0] < 1.0 + SOON
+
+
+# ------------------------------------------------------------------ where ranks know only their neighbours
+
+
+@pytest.mark.parametrize("how", ["it vanishes", "it stands still"])
+def test_in_a_ring_without_a_store_all_name_the_same_rank(how: str, tmp_path: Path) -> None:
+    """Rank 3 of five has no link of any kind with rank 1: it hears of it from its neighbours, or asks along the chain."""
+    ports = free_ports(5)
+    ready, over = threading.Barrier(5), threading.Event()
+    outcome: dict[int, Any] = {}
+
+    def body(rank: int) -> None:
+        path = tmp_path / f"{rank}.json"
+        right = {"right_ip": "127.0.0.1", "right_port": ports[(rank + 1) % 5]}
+        path.write_text(json.dumps({"master_ip": None, "master_port": 9, "port": ports[rank], **right, "rank": rank, "world_size": 5}))
+        config = from_environment(topology="ring", transport="tcp", timeout=20.0, environ={"RING_CONFIG": str(path)})
+        group = bootstrap.connect(config, neighbours=neighbours("ring", "rank"), contract=contract("ring", "rank"))
+        comm = hostring.Comm(group, topology="ring", order="rank", timeout=20.0)
+        comm.all_reduce(numbers(rank))
+        ready.wait(20)
+        if rank == 1:
+            if how == "it vanishes":
+                faulty.vanish(group.links)
+            over.wait(20)
+        else:
+            started = time.monotonic()
+            with pytest.raises(HostringError) as failure:
+                repeat(lambda: comm.all_reduce(numbers(rank), timeout=1.0))
+            outcome[rank] = type(failure.value).__name__, failure.value.rank, time.monotonic() - started < 1.0 + 1.0
+        comm.close()
+
+    threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(5)]
+    for thread in threads:
+        thread.start()
+    for rank, thread in enumerate(threads):
+        if rank == 1:
+            continue
+        thread.join(30)
+    over.set()
+    threads[1].join(30)
+    kind = "PeerLostError" if how == "it vanishes" else "OperationTimeout"
+    assert outcome == dict.fromkeys((0, 2, 3, 4), (kind, 1, True))
+
+
+def repeat(call: Callable[[], Any]) -> None:
+    for _ in range(3):
+        call()
+
+
+def free_ports(n: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
