@@ -188,6 +188,8 @@ class Head(Part):
         found = run.generation(message.ids, warm_up=message.fresh, on_text=on_text, on_token=turn.tokens.append)
         turn.generation, turn.reports = found
         self._turn = None
+        if run.job.several:
+            self.tell("answered", None)
 
     def _refused(self, exc: ValueError) -> None:
         super()._refused(exc)

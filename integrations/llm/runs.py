@@ -22,7 +22,7 @@ from hostring.integrations.llm.verdict import faults, statement
 
 Tell = Callable[[str, Any], None]
 """Called with what happens: ("stage", name), ("ask", None), ("prompt", what is shown of it), ("text", piece),
-("refused", why), ("lost", who and how), ("whole", None), ("result", figures)."""
+("answered", None), ("refused", why), ("lost", who and how), ("whole", None), ("result", figures)."""
 
 Report = dict[str, Any]
 

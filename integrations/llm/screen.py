@@ -60,6 +60,7 @@ class Screen:
             "ask": self._ask,
             "prompt": self._prompt,
             "text": self._write,
+            "answered": lambda value: self._end_line(),
             "refused": lambda value: self._say(f"this prompt can't be answered: {value}"),
             "lost": self._lost,
             "whole": lambda value: self._say(f"all {self._job.ranks} ranks are here again"),
