@@ -34,7 +34,8 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            with _environment(env):
+            place = {"RANK": str(group.rank), "LOCAL_RANK": str(group.rank), "WORLD_SIZE": str(group.world_size)}
+            with _environment({**place, **env}):
                 pipe.send(("ok", _one(fn, group, args, kwargs)))
         except BaseException:
             pipe.send(("error", traceback.format_exc()))

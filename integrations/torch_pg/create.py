@@ -8,6 +8,9 @@ from typing import Any
 import hostring
 from hostring.integrations.torch_pg import versions
 from hostring.integrations.torch_pg.group import ProcessGroup
+from hostring.integrations.torch_pg.work import CommWork
+
+versions.hide_from_compiler(*(kind for kind in ProcessGroup.__mro__ if kind.__module__.startswith(__package__)), CommWork)
 
 
 def create(where: Any, options: Any) -> ProcessGroup:

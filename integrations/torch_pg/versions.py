@@ -7,6 +7,7 @@ also be the backend behind a device of torch's own process group; ours then regi
 from __future__ import annotations
 
 import sys
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,16 +24,32 @@ def reach_from_cpp() -> None:
         return
 
     def all_gather_into_tensor_out(input: torch.Tensor, group_size: int, group_name: str, *, out: torch.Tensor) -> torch.Tensor:
-        group: Any = c10d._resolve_process_group(group_name)
+        resolve: Any = c10d._resolve_process_group
+        group = resolve(group_name)
         c10d._register_work(out, group.all_gather_single(out, input, c10d.AllgatherOptions()))
         return out
 
-    library = torch.library.Library("_c10d_functional", "IMPL")
+    open_library: Any = torch.library.Library
+    library = open_library("_c10d_functional", "IMPL")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     for kind in ["cpu"] if accelerator is None else ["cpu", accelerator.type]:
         key = torch._C._dispatch_key_for_device(kind)
         library.impl("all_gather_into_tensor_out", all_gather_into_tensor_out, key)
     _libraries.append(library)
+
+
+def hide_from_compiler(*kinds: type) -> None:
+    """Let torch.compile leave the methods of `kinds`, and what they call, as they are: C++ calls them in the middle of compiled code."""
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    for kind in kinds:
+        for member in vars(kind).values():
+            function = member.fget if isinstance(member, property) else member
+            if isinstance(function, FunctionType):
+                eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+                function._torchdynamo_disable = True  # type: ignore[attr-defined]
+                function._torchdynamo_disable_msg = "it communicates"  # type: ignore[attr-defined]
 
 
 def check_map() -> None:
