@@ -434,7 +434,8 @@ class _Forming:
             self.undo.callback(sock.close)
         shared = self._share(sockets, wiring.dials)
         wrap = self._wrap(group.secret)
-        for wire, sock in sockets.items():
+        for wire in sorted(sockets, key=lambda wire: (min(wire[0], self.rank), max(wire[0], self.rank), wire[1])):
+            sock = sockets[wire]  # in one order on all ranks: a wrapper that talks to its peer would wait in a circle otherwise
             if wire[1] == "control" and sock.family in (socket.AF_INET, socket.AF_INET6):
                 _transport("tcp").watch(sock)
             getattr(group, wire[1])[wire[0]] = shared.get(wire) or wrap(sock, wire[0])
