@@ -12,7 +12,7 @@ import numpy as np
 from .counters import Counters
 from .dtypes import CODES, FLOAT32, Array, DType, kind_code
 from .fold import fold_functions
-from .program import Pipe, Program, scratch_layout
+from .program import Pipe, Program, Sides, scratch_layout
 from .schedule import Schedule
 from .topologies import TOPOLOGIES, collectives
 from .topologies.graph import Place
@@ -31,7 +31,8 @@ _MOST_PROGRAMS: Final = 512  # more shapes than a decode or training loop has; b
 class Planner:
     """Makes and keeps the programs of one group.
 
-    Scratch is one block, as large as the largest program kept needs; when it grows, the programs over the old block go.
+    Scratch is one block, as large as the largest program kept needs; when it grows, the programs over the old block go. So is
+    the block for payloads of another dtype.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Planner:
         self._tuner, self._order, self._epoch, self._pipes, self._counters = tuner, order, epoch, pipes, counters
         self.programs: dict[Any, Program] = {}  # all-reduces by (n_elements, wire dtype, op, raw dtype); the others begin with a name
         self._scratch = bytearray()
+        self._sides = Sides()
         self._room = np.empty(0, np.uint8)
         self._rooms: dict[tuple[int, DType], Array] = {}  # the same array object for the same size: adapters remember it
 
@@ -141,7 +143,11 @@ class Planner:
             self._drop()
             self._scratch = bytearray(needed)
         folds = None if call.op is None else fold_functions(call.op, dtype)
-        return Program(schedule, call, dtype, folds, self._pipes, self._scratch, raw, first_round)
+        sides = self._sides.block
+        program = Program(schedule, call, dtype, folds, self._pipes, self._scratch, self._sides, raw, first_round)
+        if self._sides.block is not sides:
+            self._drop()
+        return program
 
     def probe(self, schedule: Schedule, number: int) -> Program:
         """A program for a schedule that is no collective's but a measurement's, over float32. It is not kept, and not counted."""
@@ -176,14 +182,15 @@ def _longest_way(topology: str, world_size: int) -> int:
 def _folding(choice: Choice, collective: str, n_elements: int, itemsize: int, world_size: int, order: str) -> int:
     """Segments for data that is folded: shorter than chosen where the contributions of all ranks lie at one rank in slots.
 
-    Above 1 MB those must not take more than twice the buffer. From what all ranks know, so that they cut alike.
+    Above 1 MB those take about as much as the buffer, and half as much again for 16-bit payloads on their way into it. From
+    what all ranks know, so that they cut alike.
     """
     nbytes = n_elements * itemsize
     if nbytes <= _SMALL_NBYTES or choice.variant not in _IN_SLOTS:
         return choice.segment
     hops = _longest_way(choice.topology.name, world_size)
     parts = world_size if order == "ring" or (collective == "reduce_scatter" and hops > 1) else 1
-    slot = 2 * nbytes // (parts * (world_size - 1) * (hops + 1))
+    slot = nbytes // (parts * (world_size - 1) * (hops + 1))
     return min(choice.segment, max(slot, _LEAST_SLOT_NBYTES) // itemsize)
 
 

@@ -99,6 +99,19 @@ class Message:
         return origin.program.own_header(self.header[:EXPECTED_BYTES] + origin.header[EXPECTED_BYTES:])
 
 
+class Sides:
+    """Memory for payloads of another dtype than their program's. All programs of a group share it, since one runs at a time."""
+
+    def __init__(self) -> None:
+        self.block = bytearray()
+
+    def reserve(self, nbytes: int, ahead: int = 1) -> bytearray:
+        """The block, of at least `nbytes`, grown by the factor `ahead`: a block that is replaced lives on under older programs."""
+        if nbytes > len(self.block):
+            self.block = bytearray(max(nbytes, ahead * len(self.block)))
+        return self.block
+
+
 class Incoming:
     """One expected message: where it goes, and what its header must be.
 
@@ -107,12 +120,15 @@ class Incoming:
     """
 
     __slots__ = (
-        "_at", "_checked", "_frame", "_got", "_home", "_size", "_target", "_view", "before", "done", "dtype", "header", "n_elements",
-        "peer", "pipe", "program", "side", "spot",
+        "_at", "_checked", "_frame", "_got", "_home", "_into", "_size", "_target", "_view", "before", "done", "dtype", "header",
+        "n_elements", "peer", "pipe", "program", "side", "spot",
     )  # fmt: skip
 
-    def __init__(self, program: Program, peer: int, pipe: Pipe, header: bytearray, spot: Spot, home: tuple[bytearray, int] | None) -> None:
-        self.program, self.peer, self.pipe, self.header, self.spot = program, peer, pipe, header, spot
+    def __init__(
+        self, program: Program, recv: Recv, pipe: Pipe, header: bytearray, spot: Spot, home: tuple[bytearray, int] | None
+    ) -> None:
+        self.program, self.peer, self.pipe, self.header, self.spot = program, recv.peer, pipe, header, spot
+        self._into = recv.into
         self.n_elements = spot.stop - spot.start
         self.dtype = program.dtype
         self.side: memoryview | None = None
@@ -132,8 +148,8 @@ class Incoming:
         self._view: memoryview | None = None
         self.side = None
         if payload != self.dtype:
-            self._frame, self._at = bytearray(self._size), 0
-            self._view = self.side = memoryview(self._frame)
+            self._frame, self._at = self.program.side(self._into, payload.itemsize)
+            self._view = self.side = memoryview(self._frame)[self._at : self._at + self._size]
         elif self._home is not None:
             self._frame, self._at = self._home
             self._view = memoryview(self._frame)[self._at : self._at + self._size]
@@ -314,7 +330,7 @@ class Program:
     def __init__(
         self, schedule: Schedule, call: Call, dtype: DType, folds: tuple[Fold2, Fold2] | None, pipes: Mapping[int, Pipe],
         scratch: bytearray,
-        raw_dtype: DType | None = None, first_round: int = 0,
+        sides: Sides, raw_dtype: DType | None = None, first_round: int = 0,
     ) -> None:  # fmt: skip
         self.dtype, self.call, self._folds = dtype, call, folds
         self.headers: list[bytearray] = []
@@ -324,6 +340,10 @@ class Program:
         self._raw_dtype = raw_dtype
         self._scratch = scratch
         self._homes = scratch_layout(schedule.scratch, dtype.itemsize)[0]
+        self._sides, self._sides_nbytes = sides, 0
+        self._sides_at: dict[tuple[str, int], tuple[int, int]] = {}
+        if raw_dtype is not None:
+            self._lay_out_sides([recv.into for round_ in schedule.rounds for recv in round_.recvs if recv.raw], raw_dtype.itemsize)
         self._shared: dict[bytes, bytearray] = {}
         self._origins: dict[Range, Incoming] = {}
         self.stages = [self._stage(k, r) for k, r in enumerate(schedule.rounds) if r.sends or r.recvs or r.folds]
@@ -363,6 +383,26 @@ class Program:
             self.headers.append(header)
             SEQ.pack_into(header, SEQ_OFFSET, self.seq)
         return shared
+
+    def side(self, into: Range, itemsize: int) -> tuple[bytearray, int]:
+        """Where a payload for `into` of another `itemsize` lands, header first: a block and an offset.
+
+        What lands in the same place of scratch has the same side place: as long as the one is in use, so is the other.
+        """
+        key = into.buffer, into.start
+        if self._sides_at.get(key, (0, 0))[1] < HEADER_BYTES + len(into) * itemsize:
+            self._lay_out_sides([recv.into for round_ in self._schedule.rounds for recv in round_.recvs], itemsize)
+            self._sides.reserve(self._sides_nbytes, 2)
+        return self._sides.reserve(self._sides_nbytes), self._sides_at[key][0]
+
+    def _lay_out_sides(self, ranges: Sequence[Range], itemsize: int) -> None:
+        sizes: dict[tuple[str, int], int] = {}
+        for r in ranges:
+            key = r.buffer, r.start
+            sizes[key] = max(sizes.get(key, 0), HEADER_BYTES + len(r) * itemsize)
+        for key, size in sizes.items():
+            self._sides_at[key] = self._sides_nbytes, size
+            self._sides_nbytes += -(-size // _ALIGN) * _ALIGN
 
     def begin(self, seq: int) -> None:
         """Give all headers the sequence number of this run."""
@@ -413,7 +453,7 @@ class Program:
         scratch = recv.into.buffer not in (DATA, OUT) and recv.into.start == 0
         home = (self._scratch, self._homes[recv.into.buffer]) if scratch else None
         header = self._header(k, part, len(recv.into), recv.raw)
-        incoming = Incoming(self, recv.peer, self._pipes[recv.peer], header, self._spot(recv.into), home)
+        incoming = Incoming(self, recv, self._pipes[recv.peer], header, self._spot(recv.into), home)
         self._origins[recv.into] = incoming
         return incoming
 
