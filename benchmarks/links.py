@@ -75,7 +75,7 @@ class Switch:
             _ip("-n", here, "route", "change", "10.97.0.0/24", "dev", "eth0", "src", self.address(host), "congctl", "cubic")
             if (mbit := self._mbit[host]) is not None:
                 limit(here, "eth0", mbit, self._queue_ms)
-                limit(switch, port, mbit, self._queue_ms)
+                limit(switch, port, mbit, self._queue_ms, least_burst=32 << 10)  # only where several send to one does it matter
 
     def close(self) -> None:
         for name in (*(self.namespace(host) for host in range(self.n)), f"{self._tag}-sw"):
@@ -137,9 +137,9 @@ class Delayed:
         shutil.rmtree(self._build, ignore_errors=True)
 
 
-def limit(namespace: str, device: str, mbit: float, queue_ms: float = 20.0) -> None:
+def limit(namespace: str, device: str, mbit: float, queue_ms: float = 20.0, least_burst: int = 0) -> None:
     """Let `device` send no faster than that."""
-    burst = 3100 if mbit <= 1000 else 6200 if mbit <= 2500 else 262144
+    burst = max(least_burst, 3100 if mbit <= 1000 else 6200 if mbit <= 2500 else 262144)
     command = ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst", str(burst)]
     subprocess.run([*command, "latency", f"{queue_ms}ms"], check=True)
 

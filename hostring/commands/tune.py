@@ -35,7 +35,7 @@ def tune(
     transport: Annotated[str, typer.Option(help="auto, tcp, unix or shm. What was found is used for the same word.")] = "auto",
     trials: Annotated[bool, typer.Option(help="Try the promising schedules; otherwise only measure links, and predict.")] = True,
     seconds: Annotated[float, typer.Option(help="For one point of one round.")] = 0.02,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
     pin: Annotated[bool, typer.Option("--pin", help="Put rank r of this machine on core r.")] = False,
     save: Annotated[bool, typer.Option(help="Keep it for later groups on these hosts.")] = True,
     output: Annotated[str, typer.Option(metavar="FILE", help="Where to, for HOSTRING_TUNING=FILE; not the cache directory.")] = "",
