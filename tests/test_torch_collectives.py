@@ -389,6 +389,15 @@ def test_the_hash_is_that_of_comm_in_every_topology(world_size):
     assert all(hashes == of_order[0] for of_order in seen.values() for hashes in of_order)
 
 
+def _hash_of_one(group):
+    return _hashes(group)[0]
+
+
+@pytest.mark.parametrize("backend", ["cpu:hostring", "cpu:hostring,cuda:hostring", "HOSTRING"])
+def test_ways_to_name_the_backend(backend):
+    assert len({h for rank in pool.run(2, _hash_of_one, backend=backend) for h in rank}) == 1
+
+
 # ---------------------------------------------------------------------- c10d called by hand
 
 
