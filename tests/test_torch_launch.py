@@ -86,7 +86,10 @@ def test_importing_torch_loads_nothing_of_the_core(tmp_path):
 @pytest.mark.parametrize("imports", ["import torch, hostring", "import hostring, torch", "import hostring, torch.distributed.tensor"])
 def test_importing_hostring_registers_whichever_comes_first(tmp_path, imports):
     """Without torch's entry points, as when hostring is not installed but only on the path."""
-    program = f"{imports}\nimport torch.distributed as dist\nprint(dist.is_backend_available('hostring'), dist.Backend.default_device_backend_map)"
+    program = (
+        f"{imports}\nimport torch.distributed as dist\n"
+        "print(dist.is_backend_available('hostring'), dist.Backend.default_device_backend_map)"
+    )
     done = run([sys.executable, "-c", program], tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout.strip() == "True {'cpu': 'gloo', 'cuda': 'nccl', 'xpu': 'xccl', 'mps': 'gloo'}", done.stderr
 
@@ -201,6 +204,7 @@ def test_two_nodes(hosts: Hosts, tmp_path):
                 process.communicate()
     assert sorted(re.findall(r"rank \d of \d: \d+", output)) == [f"rank {r} of 4: 10" for r in range(4)]
     found = set(re.findall(r"addresses \[.*?\]", output))
-    assert len(found) == 1
-    assert "10.97.0.1" in (addresses := found.pop())
+    assert len(found) == 1  # all ranks know the same, and offer the way to the other host
+    (addresses,) = found
+    assert "10.97.0.1" in addresses
     assert "10.97.0.2" in addresses
