@@ -92,6 +92,7 @@ class Place:
             "MASTER_PORT": str(self.address[1]),
             "HOSTRING_STORE": join_address(*self.address),
             "HOSTRING_SECRET": self.token.secret.hex(),
+            "HOSTRING_CLUSTER": "1",  # lets a program say how to come back
             **({"HOSTRING_REJOIN": "1"} if self.rejoins else {}),
         }
 

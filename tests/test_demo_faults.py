@@ -470,6 +470,10 @@ def test_who_starts_a_lost_rank_again() -> None:
     line = said.partition("    ")[2]
     expected = ["HOSTRING_REJOIN=1", "RANK=2", "WORLD_SIZE=4", "MASTER_ADDR=fe80::1%eth0", "MASTER_PORT=29500", "HOSTRING_TOPOLOGY=ring"]
     assert shlex.split(line) == [*expected, "hostring", *argv[1:]]
+    joined = how_to_come_back(2, 4, {**here, "HOSTRING_CLUSTER": "1"}, argv)
+    assert "s3cret" not in joined
+    expected = ["hostring", "cluster", "join", "TOKEN", "--again", "-m", "--", "hostring", *argv[1:]]
+    assert shlex.split(joined.partition("    ")[2]) == expected
     assert not nobody_restarts(here)
     assert nobody_restarts({"HOSTRING_LAUNCH_REJOIN": "0"})
     assert "hostring launch starts it again" in how_to_come_back(2, 4, {"HOSTRING_LAUNCH_REJOIN": "3"}, argv)
@@ -490,8 +494,7 @@ def test_the_board_starts_again_whoever_can_still_be_of_use(monkeypatch: pytest.
         for rank in range(3):
             board._note(rank, "stage", "ready")
         board._note(0, "prompt", {"more": True})
-        assert board.again(1, "was killed by SIGKILL")
-        assert not board.again(1, "was killed by SIGKILL")  # nor is it again
+        assert [board.again(1, "exited with code 1") for _ in range(4)] == [True, True, True, False]  # it never gets ready
         board._note(1, "stage", "ready")
         board._note(0, "lost", lost)
         assert board.stuck() == []

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hostring.launch import launch
+from hostring.revival import Rejoining
 
 ADD_UP = """
 import sys
@@ -235,3 +236,38 @@ def test_torchrun_starts_the_same_program(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"\d of 2: 11", done.stdout)) == ["0 of 2: 11", "1 of 2: 11"]
+
+
+BACK = """
+import os
+import sys
+import numpy as np
+import hostring
+with hostring.init(timeout=30) as comm:
+    if os.environ.get("HOSTRING_REJOIN") != "1":
+        if comm.rank == 1:
+            sys.exit(7)
+        try:
+            comm.barrier()
+        except hostring.HostringError:
+            comm = comm.rebuild(min_ranks=3)
+    x = np.array([10.0 ** comm.rank], np.float32)
+    comm.all_reduce(x)
+    os.write(1, f"{comm.rank} of {comm.world_size}: {x[0]:.0f}\\n".encode())  # in one piece
+    comm.close()
+"""
+
+
+def test_a_failed_rank_is_started_again_to_rejoin(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hostring", "launch", "-n", "3", "--rejoin", "1", script(tmp_path, BACK)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank} of 3: 111" for rank in range(3)]
+    assert "rank 1 exited with code 7; it is started again, 0 more times at most" in done.stderr
+
+
+def test_ranks_are_started_again_so_often_and_rank_0_never(caplog: pytest.LogCaptureFixture) -> None:
+    rejoining = Rejoining(2)
+    assert [rejoining.again(rank, "ended") for rank in (0, 1, 2, 1)] == [False, True, True, False]
+    assert rejoining.stuck() == ()
+    assert len(caplog.records) == 2

@@ -12,6 +12,7 @@ from typing import Any
 
 from hostring.integrations.llm.screen import Screen
 
+_MOST_STARTS = 3  # of a rank that never gets ready: whatever ends it, another try won't help
 _STIRS_WITHIN = 2.0  # seconds after which a rank that was given up, and says nothing, is ended
 
 
@@ -29,7 +30,7 @@ class Board:
         self._readers: list[threading.Thread] = []
         self._accepting = True
         self._goes_on = False  # another prompt may come
-        self._ready: set[int] = set()
+        self._starts: dict[int, int] = {}  # again, since the rank was last ready; a rank that never was has no entry
         self._stirring: set[int] = set()  # they take part in making the group whole
         self._given_up: dict[int, float] = {}  # when, by the others
         self.head_ended: str | None = None
@@ -43,13 +44,13 @@ class Board:
         return self._result
 
     def again(self, rank: int, how: str) -> bool:
-        """A rank is worth a new start while there is something to come back for; not when it fails before it is ready."""
+        """A rank is worth a new start while there is something to come back for, but not when it ends before it is ready, each time."""
         with self._lock:
             if rank == 0:
                 self.head_ended = how
-            if rank == 0 or not self._goes_on or rank not in self._ready:
+            if rank == 0 or not self._goes_on or self._starts.get(rank, _MOST_STARTS) >= _MOST_STARTS:
                 return False
-            self._ready.discard(rank)
+            self._starts[rank] += 1
             self._stirring.discard(rank)
             self._given_up.pop(rank, None)
             return True
@@ -66,7 +67,7 @@ class Board:
         elif kind == "stage" and value == "rebuilding":
             self._stirring.add(rank)
         elif kind == "stage" and value == "ready":
-            self._ready.add(rank)
+            self._starts[rank] = 0
             self._stirring.discard(rank)
             self._given_up.pop(rank, None)
         elif kind == "ask":
@@ -75,7 +76,7 @@ class Board:
             self._goes_on = value["more"]
         elif kind == "lost":
             self._goes_on = value["waits"]
-            if value["rank"] in self._ready:
+            if self._starts.get(value["rank"]) == 0:  # else it has been started again by now
                 self._given_up[value["rank"]] = monotonic()
 
     def _accept(self) -> None:

@@ -22,9 +22,11 @@ def how_to_come_back(rank: int, world_size: int, environ: Mapping[str, str], arg
     """What brings `rank` back into a group whose rank 0 runs `argv` under `environ`. The secret is not in it."""
     if environ.get(_REJOIN):
         return "hostring launch starts it again"
+    program = "hostring" if Path(argv[0]).name in ("hostring", "__main__.py") else argv[0]
+    command = shlex.join([program, *argv[1:]])
+    if environ.get("HOSTRING_CLUSTER"):
+        return f"start it again on its machine, with the token (and its --name, if it was given one):\n    hostring cluster join TOKEN --again -m -- {command}"
     names = {"RANK": str(rank), "WORLD_SIZE": str(world_size), **{name: environ[name] for name in _VARIABLES if environ.get(name)}}
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in names.items())
-    program = "hostring" if Path(argv[0]).name in ("hostring", "__main__.py") else shlex.quote(argv[0])
-    command = shlex.join([program, *argv[1:]])
     secret = ", with the group's HOSTRING_SECRET in its environment" if environ.get("HOSTRING_SECRET") else ""
     return f"start it again{secret}:\n    HOSTRING_REJOIN=1 {settings} {command}"

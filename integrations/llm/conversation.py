@@ -7,9 +7,19 @@ group. While there is no prompt it says so every second: that is how a rank that
 from __future__ import annotations
 
 import contextlib
+from time import monotonic
 from typing import TYPE_CHECKING
 
-from hostring import CollectiveMismatch, GroupClosedError, HandshakeError, HostringError, PeerLostError, ProtocolError
+from hostring import (
+    CollectiveMismatch,
+    Comm,
+    GroupClosedError,
+    HandshakeError,
+    HostringError,
+    PeerLostError,
+    ProtocolError,
+    RendezvousError,
+)
 from hostring.integrations.llm.generate import HEAD_RANK
 from hostring.integrations.llm.prompts import Prompts
 from hostring.integrations.llm.turns import ANSWER, CONTROLS, END, WAIT, Message, Turn, share
@@ -99,7 +109,7 @@ class Part:
         self._losses += 1
         self.tell("stage", "rebuilding")
         try:
-            again = comm.rebuild(min_ranks=job.ranks, timeout=job.patience)
+            again = _whole(comm, job.ranks, job.patience)
         except ValueError as cant:  # there is no store
             raise HostringError(f"{exc}; {cant}", exc.rank) from exc
         self._groups.enter_context(again)
@@ -204,6 +214,17 @@ class Head(Part):
             turn.lost, self._turn = lost, None
         self.tell("lost", {**lost, "tokens": None if turn is None else len(turn.tokens), "waits": self._waits(exc)})
         super()._recover(exc)
+
+
+def _whole(comm: Comm, ranks: int, patience: float) -> Comm:
+    """`comm` with all its ranks again. One that dies while the links are made costs another attempt."""
+    deadline = monotonic() + patience
+    while True:
+        try:
+            return comm.rebuild(min_ranks=ranks, timeout=max(0.1, deadline - monotonic()))
+        except RendezvousError:
+            if monotonic() > deadline:
+                raise
 
 
 def reason(exc: HostringError) -> str:

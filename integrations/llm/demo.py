@@ -129,6 +129,8 @@ def _rank_main() -> None:
             measure(job, comm, channel.tell)
     except (hostring.HostringError, ValueError) as exc:
         sys.exit(f"hostring: rank {rank}: {exc}")
+    except KeyboardInterrupt:  # the way out of a talk, not worth a traceback per rank
+        sys.exit(130)
 
 
 if __name__ == "__main__":
