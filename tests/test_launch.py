@@ -245,9 +245,10 @@ import numpy as np
 import hostring
 with hostring.init(timeout=30) as comm:
     if os.environ.get("HOSTRING_REJOIN") != "1":
-        if comm.rank == 1:
-            sys.exit(7)
         try:
+            comm.barrier()  # now all are in the group
+            if comm.rank == 1:
+                sys.exit(7)
             comm.barrier()
         except hostring.HostringError:
             comm = comm.rebuild(min_ranks=3)

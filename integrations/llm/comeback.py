@@ -25,7 +25,8 @@ def how_to_come_back(rank: int, world_size: int, environ: Mapping[str, str], arg
     program = "hostring" if Path(argv[0]).name in ("hostring", "__main__.py") else argv[0]
     command = shlex.join([program, *argv[1:]])
     if environ.get("HOSTRING_CLUSTER"):
-        return f"start it again on its machine, with the token (and its --name, if it was given one):\n    hostring cluster join TOKEN --again -m -- {command}"
+        where = "on its machine, with the token (and its --name, if it was given one)"
+        return f"start it again {where}:\n    hostring cluster join TOKEN --again -m -- {command}"
     names = {"RANK": str(rank), "WORLD_SIZE": str(world_size), **{name: environ[name] for name in _VARIABLES if environ.get(name)}}
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in names.items())
     secret = ", with the group's HOSTRING_SECRET in its environment" if environ.get("HOSTRING_SECRET") else ""
