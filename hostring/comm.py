@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from . import bootstrap
+from .agreement import agree
 from .caller import NOTHING, Caller, check_out, check_tag
 from .counters import STAGE
 from .dtypes import BY_NAME, Array, DType, carrier, check_op, wire_dtype
@@ -23,7 +24,6 @@ from .rules import read_rules
 from .schedule import Schedule, split_evenly
 from .staging import ADAPTERS, adapter_for
 from .topologies import TOPOLOGIES
-from .tuning import agree
 
 _DECISION_ROUND: Final = 1 << 20  # the rounds of a decision's second half, apart from those of its first
 

@@ -55,7 +55,7 @@ def tune(
     rounds: int = 5,
     say: Say = lambda what: None,
 ) -> Tuning:
-    """Measure this group. A collective: every rank calls it alike. Nothing is used yet: see `tuning.share`.
+    """Measure this group. A collective: every rank calls it alike. Nothing is used yet: see `agreement.share`.
 
     Args:
         measured: try the promising ways; otherwise the links are measured, and the rest is prediction.

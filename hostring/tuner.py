@@ -1,7 +1,7 @@
 """Which schedule for which size. All schedules of one order give the same bits, so this is only about time.
 
 What a group uses is a table of thresholds by collective, the same on every rank: the one below, or one that rank 0 made
-from measurements and handed to all (see `tuning`).
+from measurements and handed to all (see `agreement`).
 """
 
 from __future__ import annotations

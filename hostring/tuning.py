@@ -1,8 +1,4 @@
-"""What was measured of a group, kept in a file, and the table of thresholds that rank 0 makes of it for all.
-
-HOSTRING_TUNING of rank 0 says where from: "auto" (the default) is what `hostring tune` saved for these hosts, "measure"
-measures the links at start, "off" leaves it at the defaults, anything else is a file that `hostring tune` wrote.
-"""
+"""What was measured of a group, kept in a file, and the table of thresholds that follows from it."""
 
 from __future__ import annotations
 
@@ -10,30 +6,20 @@ import hashlib
 import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
-import msgpack
-import numpy as np
-
-from .dtypes import BY_NAME
-from .errors import HostringError
 from .network import Network
-from .program import Buffers
 from .rules import Way
-from .tuner import WHOLE, Choice, Table, Threshold, Tuner, default_table
+from .tuner import WHOLE, Table, Threshold, Tuner
 
 if TYPE_CHECKING:
     from .comm import Comm
 
 VERSION: Final = 1
-_RECORD_NBYTES: Final = 4096  # one broadcast, whatever was decided
 _SIZES: Final = tuple(1 << k for k in range(6, 27))
-_Plain: TypeAlias = "dict[str, list[tuple[int, str, str, int]]]"  # a table as msgpack takes it
 _STAY: Final = 1.05  # what is better by less is not worth another threshold
 
 
@@ -198,99 +184,3 @@ def load(path: Path) -> Tuning:
         return Tuning.from_json(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as exc:
         raise ValueError(f"{path} is no tuning that can be used: {exc}") from exc
-
-
-def agree(comm: Comm) -> None:
-    """Give all ranks the table that rank 0 decides on. Called once, before the first call; costs one small broadcast.
-
-    Raises:
-        HostringError: the group failed, or rank 0 could not read the tuning that it was told to.
-    """
-    if comm.world_size == 1:
-        return
-    record, tuning = np.zeros(_RECORD_NBYTES, np.uint8), None
-    if comm.rank == 0:
-        *decision, tuning = _decide(comm)
-        packed = msgpack.packb(decision)
-        record[: len(packed)] = np.frombuffer(packed, np.uint8)
-    program = comm._planner.movement("broadcast", record.size, BY_NAME["uint8"], 0)
-    comm._run(program, Buffers(record, record[:0]), None, perf_counter(), count=False)
-    unpacker = msgpack.Unpacker()
-    unpacker.feed(record.tobytes())
-    what, source, table = unpacker.unpack()
-    if what == "trouble":
-        raise HostringError(source, 0)
-    _adopt(comm, {c: [Threshold(*t) for t in thresholds] for c, thresholds in table.items()}, source)
-    if what == "measure":
-        from .trial import tune
-
-        share(comm, tune(comm, measured=False))
-    elif comm.rank == 0:
-        _explain(comm, tuning)
-    comm.counters.forget()
-    comm.recorder.forget()
-
-
-def share(comm: Comm, tuning: Tuning) -> None:
-    """Use what rank 0 holds in `tuning` from now on, on all ranks. The others' `tuning` is ignored."""
-    packed = msgpack.packb(_plain(tuning.table(comm._tuner))) if comm.rank == 0 else b""
-    nbytes = np.array([len(packed)], np.int64)
-    comm.broadcast(nbytes)
-    record = np.frombuffer(packed, np.uint8).copy() if comm.rank == 0 else np.zeros(int(nbytes[0]), np.uint8)
-    comm.broadcast(record)
-    table = {c: [Threshold(*t) for t in thresholds] for c, thresholds in msgpack.unpackb(record.tobytes()).items()}
-    _adopt(comm, table, tuning.source)
-    if comm.rank == 0:
-        _explain(comm, tuning)
-
-
-def _adopt(comm: Comm, table: Table, source: str) -> None:
-    comm._planner.drop()
-    comm._tuner.adopt(table, source)
-
-
-def _plain(table: Table) -> _Plain:
-    return {c: [(t.upto, t.topology, t.variant, t.segment_nbytes) for t in thresholds] for c, thresholds in table.items()}
-
-
-def _decide(comm: Comm) -> tuple[str, str, _Plain, Tuning | None]:
-    """("table", "measure" or "trouble"; where it is from, or what is wrong; the table; what it was made of)."""
-    wanted = os.environ.get("HOSTRING_TUNING", "").strip() or "auto"
-    tuner = comm._tuner
-    tuning = None
-    try:
-        if wanted not in ("off", "measure", "auto"):
-            tuning = load(Path(wanted))
-        elif wanted == "auto" and (path := tuning_path(comm)).exists():
-            tuning = load(path)
-        if tuning is not None and tuning.network.world_size != comm.world_size:
-            raise ValueError(f"it is of {tuning.network.world_size} ranks, this group has {comm.world_size}")
-    except (OSError, ValueError) as exc:
-        return "trouble", f"HOSTRING_TUNING={wanted}: {exc}", {}, None
-    if tuning is not None:
-        return "table", tuning.source, _plain(tuning.table(tuner)), tuning
-    near = _one_host(comm)
-    table = default_table(tuner.rules, tuner.order, comm.world_size, one_host=near)
-    what = "measure" if wanted == "measure" else "table"
-    return what, f"the defaults for {'one host' if near else 'a network'}", _plain(table), None
-
-
-def _one_host(comm: Comm) -> bool:
-    """Whether all ranks are known to be on one network stack."""
-    stacks = {m.net_id if m is not None else None for m in comm._group.members}
-    return len(stacks) == 1 and None not in stacks
-
-
-def _explain(comm: Comm, tuning: Tuning | None) -> None:
-    """With HOSTRING_TRACE=1, rank 0 says once for each collective and size what was chosen, and why."""
-    if os.environ.get("HOSTRING_TRACE") != "1":
-        return
-
-    def explain(collective: str, nbytes: int, choice: Choice) -> None:
-        tuner = comm._tuner
-        costs = tuning.reasons(collective, nbytes, tuner.allowed[collective]) if tuning is not None else []
-        known = "".join(f"; {name} {seconds * 1e6:.1f} us" for name, seconds in costs[:6])
-        ruled = f"; topology={comm.topology!r} leaves {len(tuner.allowed[collective])}" if collective in tuner.rules.ways else ""
-        print(f"hostring: {collective} of {nbytes} bytes goes by {choice.name}: {tuner.source}{ruled}{known}", file=sys.stderr, flush=True)
-
-    comm._tuner.explain = explain

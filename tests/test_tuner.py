@@ -16,6 +16,7 @@ from oracle import bits, fold_in_order, rank_distinct
 
 import hostring
 from hostring import trial, tuning
+from hostring.agreement import share
 from hostring.errors import HandshakeError, HostringError
 from hostring.network import one_host
 from hostring.rules import TUNED, read_rules
@@ -358,7 +359,7 @@ def test_tuning_measures_links_and_tries_what_is_allowed(run_ranks, topology):
 
     def body(comm):
         found = trial.tune(comm, collectives=("all_reduce", "broadcast"), sizes=(64, 4096), seconds=1e-4, rounds=1)
-        tuning.share(comm, found)
+        share(comm, found)
         return found, comm._tuner.table, comm._tuner.source, bits(comm.all_reduce(rows[comm.rank].copy()))
 
     results = run_ranks(4, body, topology=topology)

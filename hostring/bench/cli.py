@@ -170,7 +170,8 @@ def _contenders(options: dict[str, Any], comm: Any) -> list[Contender]:
         for name in topologies:
             label = name if len(transports) == 1 else transport if len(topologies) == 1 else f"{name} {transport}"
             rule = _rule(name)
-            group = hostring.init(topology=rule, order=options["order"], transport=transport)
+            meet = {"rank": comm.rank, "world_size": comm.world_size, "store": comm._group.store}  # where the first group met
+            group = hostring.init(topology=rule, order=options["order"], transport=transport, **meet)
             found.append(Hostring(label, group, options["array"]))
     if options["peers"]:
         found.append(Gloo(comm))

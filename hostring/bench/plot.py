@@ -8,6 +8,7 @@ from typing import Any
 from hostring.bench.measure import Row
 from hostring.bench.sizes import show
 
+_MOST_SHADED = 3  # more areas on top of each other say nothing
 _STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X")]
 
 
@@ -36,10 +37,13 @@ def plot(path: str, rows: Sequence[Row], title: str) -> None:
         x = [row.case.nbytes for row in points]
         style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.6, "linestyle": dashes}
         latency.plot(x, [row.p50 * 1e6 for row in points], label=names[key], **style)
-        latency.fill_between(x, [r.least * 1e6 for r in points], [r.p99 * 1e6 for r in points], color=colour, alpha=0.12, linewidth=0)
+        if len(curves) <= _MOST_SHADED:
+            least, late = [r.least * 1e6 for r in points], [r.p99 * 1e6 for r in points]
+            latency.fill_between(x, least, late, color=colour, alpha=0.12, linewidth=0)
         bandwidth.plot(x, [row.case.busbw(row.p50) for row in points], label=names[key], **style)
     sizes = sorted({row.case.nbytes for points in curves.values() for row in points})
-    _axis(latency, "Time per call: median, shaded from fastest to p99", "microseconds", sizes)
+    shading = ", shaded from fastest to p99" if len(curves) <= _MOST_SHADED else ""
+    _axis(latency, f"Time per call: median{shading}", "microseconds", sizes)
     _axis(bandwidth, "Bus bandwidth", "GB/s", sizes)
     latency.legend(fontsize=9, framealpha=0.9)
     figure.suptitle(title, fontsize=11)
