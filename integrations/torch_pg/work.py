@@ -133,8 +133,9 @@ class AllOf:
 
 
 def _devices(outputs: Any) -> Any:
+    """The devices whose streams a future must keep in order when its callbacks queue kernels."""
     flat = [t for x in outputs or [] for t in (x if isinstance(x, (list, tuple)) else [x])]
-    return sorted({t.device for t in flat if t.device.type != "cpu"}, key=str) or None
+    return sorted({t.device for t in flat if t.device.type in ("cuda", "xpu")}, key=str) or None
 
 
 class _Callbacks:
