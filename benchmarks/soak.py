@@ -36,8 +36,8 @@ HANG_SECONDS = 90.0
 CALL_SECONDS = 30.0
 POOL = 1 << 18
 START_SECONDS = 15.0
-WARM = 4000  # operations after which memory is taken as what a rank needs: programs of 512 shapes are kept
-FIELDS = ("operations", "wrong", "rebuilds", "epoch", "rss_warm", "rss_most", "fds_warm", "fds_now", "beat")
+WARM = 2000  # operations after which a rank has what it needs: programs of 512 shapes are kept
+FIELDS = ("operations", "wrong", "rebuilds", "epoch", "rss", "fds_warm", "fds", "beat")
 _ROW = struct.Struct(f"<{len(FIELDS)}q")
 _STOP = 0  # the first byte of the board
 
@@ -255,10 +255,10 @@ def rebuilt(comm: hostring.Comm, ranks: int) -> hostring.Comm:
 
 def note(board: Board, rank: int, row: dict[str, int]) -> None:
     row["beat"] += 1
-    row["rss_most"] = max(row["rss_most"], rss())
-    row["fds_now"] = len(os.listdir("/proc/self/fd"))
+    row["rss"] = rss()
+    row["fds"] = len(os.listdir("/proc/self/fd"))
     if row["operations"] < WARM:
-        row["rss_warm"], row["fds_warm"] = row["rss_most"], row["fds_now"]
+        row["fds_warm"] = row["fds"]
     board.write(rank, row)
 
 
@@ -279,6 +279,7 @@ class Soak:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.kills = self.rejoins = self.restarts = self.wrong = self.hangs = 0
         self.before = [0] * ranks  # operations of a rank's earlier lives
+        self.memory: list[int] = []  # of the spared rank, once it was warm
         for rank in range(ranks):
             self.start(rank, False)
 
@@ -315,6 +316,9 @@ class Soak:
                 self.hung()
                 break
             self.revive()
+            spared = self.board.read(SPARED)
+            if spared["operations"] > WARM:
+                self.memory.append(spared["rss"])
             whole = all(b > a for a, b in zip(healthy_since, now, strict=True))
             if time.monotonic() > next_kill and (whole or rng.random() < 0.002):
                 victim = rng.choice([r for r in range(self.ranks) if r != SPARED])
@@ -367,11 +371,13 @@ class Soak:
         wrong = self.wrong + sum(row["wrong"] for row in rows)
         operations = [row["operations"] + old for row, old in zip(rows, self.before, strict=True)]
         spared = rows[SPARED]
-        growth = (spared["rss_most"] - spared["rss_warm"]) / 1e6
+        quarter = len(self.memory) // 4
+        growth = (max(self.memory[3 * quarter :]) - max(self.memory[quarter : 2 * quarter])) / 1e6 if quarter else 0.0
         return (
             f"soak: {seconds:.0f} s, ranks={self.ranks} ops={operations[SPARED]} results={sum(operations)} kills={self.kills} "
             f"rejoins={self.rejoins} rebuilds={spared['rebuilds']} restarts={self.restarts} wrong={wrong} hangs={self.hangs} "
-            f"rss_growth={growth:.1f} MB fds={spared['fds_warm']}->{spared['fds_now']}"
+            f"rss_growth={growth:.1f} MB (last quarter over second) rss={spared['rss'] / 1e6:.0f} MB "
+            f"fds={spared['fds_warm']}->{spared['fds']}"
         )
 
 
