@@ -106,4 +106,4 @@ def test_tuning_shows_a_matrix_and_saves_what_later_groups_use(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import hostring\nwith hostring.init() as comm:\n    print(comm._tuner.source)\n")
     used = run("launch", "-n", "2", str(script), XDG_CACHE_HOME=cache)
-    assert [line.split(" of ")[0] for line in used.stdout.splitlines()] == ["hostring tune"] * 2, used.stderr
+    assert used.stdout.count("hostring tune of ") == 2, used.stdout + used.stderr
