@@ -72,7 +72,8 @@ def init(
     Args:
         rank: this process's index, 0 … world_size - 1.
         world_size: number of ranks.
-        topology: auto, mesh, ring, star or tree. Never changes a bit of a result; "auto" picks by size.
+        topology: auto, mesh, ring, star or tree, or rules such as "all_reduce:mesh/two_shot;broadcast:star" (docs/topologies.md).
+            Never changes a bit of a result; "auto" picks by size.
         order: rank, ring or tree, the declared fold order, part of the group's contract.
         transport: auto (shared memory within a host, TCP between hosts), tcp, unix, shm, or memory for ranks that are threads of one
             process.
