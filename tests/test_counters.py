@@ -72,7 +72,7 @@ CALLS = {
 
 @everywhere
 @sized
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "float8_e4m3fn", "complex64"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
 def test_what_is_expected_is_what_is_sent(run_ranks, topology, order, world_size, dtype):
     sizes = [0, world_size, 60 * world_size, 5000 * world_size]
 

@@ -13,7 +13,7 @@ from oracle import bits
 from hostring.dtypes import DTYPES, OPS, check_op, wire_dtype
 from hostring.fold import divide, fold_functions
 
-LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65)
+LENGTHS = (1, 2, 3, 5, 8, 9, 17, 33, 65)
 
 
 def nan(dtype: type, payload: int, negative: bool = False) -> np.generic:
@@ -31,7 +31,7 @@ def special(dtype: type) -> list[np.generic]:
 def everywhere(fold, a: np.generic, b: np.generic) -> set[bytes]:
     """The bytes of a fold b at all places of arrays of many lengths, offsets, and with all ways of reusing memory."""
     seen = set()
-    for length, offset in itertools.product(LENGTHS, (0, 1, 3)):
+    for length, offset in itertools.product(LENGTHS, (0, 1)):
         left, right = np.full(length + offset, a)[offset:], np.full(length + offset, b)[offset:]
         for reuse in ("neither", "left", "right"):
             x, y = left.copy(), right.copy()

@@ -32,12 +32,12 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("world_size", [3, 8])
 @pytest.mark.parametrize(("topology", "order"), TOPOLOGIES)
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int64], ids=["float32", "bfloat16", "int64"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 def test_at_most_twice_the_buffer(run_ranks, topology, order, world_size, dtype):
     """The buffer is what the reduction computes in: float32 for a bfloat16 array."""
-    wire = 8 if dtype is np.int64 else 4
+    wire = 4
     n_elements = (MEGABYTE // wire + 5000) // world_size * world_size
 
     def body(comm):
@@ -55,7 +55,7 @@ def test_at_most_twice_the_buffer(run_ranks, topology, order, world_size, dtype)
 @pytest.mark.parametrize("topology", ["mesh", "ring", "star"])
 def test_many_shapes_share_the_memory_of_the_largest(run_ranks, topology, kinds):
     """Growing and shrinking: neither programs nor payloads of other dtypes keep memory of their own."""
-    sizes = [300_000 + 20_000 * k for k in range(12)]
+    sizes = [300_000 + 40_000 * k for k in range(6)]
 
     def body(comm):
         dtype = np.dtype(getattr(ml_dtypes, kinds[comm.rank], None) or kinds[comm.rank])

@@ -12,6 +12,7 @@ from hostring.certify import NotCertified, certify_all_reduce, combinations, con
 from hostring.fold import expression
 from hostring.schedule import DATA, Fold, Range, Recv, Round, Schedule, Send
 from hostring.topologies import TOPOLOGIES, check_order
+from hostring.wire import Call, decode
 
 SEGMENT = 4
 SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 33)  # nothing, fewer than ranks, odd, and around the borders of segments
@@ -236,3 +237,16 @@ def test_a_send_of_something_undefined_is_not_certified():
     pair = [Schedule(rounds, 1, scratch={"ghost": 1}), Schedule((Round(recvs=(Recv(0, Range(DATA, 0, 1)),)),), 1)]
     with pytest.raises(NotCertified, match="before it is written"):
         simulate(pair, [{DATA: ["a"]}, {DATA: ["b"]}])
+
+
+def test_positions_beyond_32_bits():
+    """Buffers of more than 2 GiB: the arithmetic of schedules and headers is that of whole numbers."""
+    n_elements, world_size = 5 * (1 << 30) + 3, 3
+    for rank, schedule in enumerate(schedules("mesh", "two_shot", "rank", world_size, n_elements, 1 << 28)):
+        chunk = n_elements // 3 + (rank < n_elements % 3)
+        assert schedule.sent_elements() == n_elements - chunk + 2 * chunk
+        assert max(s.what.stop for r in schedule.rounds for s in r.sends) == n_elements
+    header = decode(Call("all_reduce", "sum", 12, "rank", n_elements).header(7, 3, 12, 8 * n_elements))
+    assert header is not None
+    assert (header.n_elements, header.payload_nbytes, header.round, header.part) == (n_elements, 8 * n_elements, 7, 3)
+    assert f"all_reduce #0 of {n_elements} elements, float64, op sum" in header.describe()
