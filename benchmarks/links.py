@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,6 +52,7 @@ class Switch:
         return ["ip", "netns", "exec", self.namespace(host), *pinned, *argv]
 
     def __enter__(self) -> Switch:
+        _leave_on_sigterm()
         try:
             self._make()
         except BaseException:
@@ -101,6 +105,7 @@ class Delayed:
         return f"10.96.0.{host + 1}"
 
     def __enter__(self) -> Delayed:
+        _leave_on_sigterm()
         try:
             self._make()
         except BaseException:
@@ -135,6 +140,12 @@ class Delayed:
         for host in range(2):
             subprocess.run(["ip", "netns", "del", self.namespace(host)], stderr=subprocess.DEVNULL, check=False)
         shutil.rmtree(self._build, ignore_errors=True)
+
+
+def _leave_on_sigterm() -> None:
+    """Let `timeout` and the like end this process through its `with` blocks, so that no namespace stays behind."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def limit(namespace: str, device: str, mbit: float, queue_ms: float = 20.0, least_burst: int = 0) -> None:
