@@ -103,43 +103,60 @@ def contribute(place: Place, build: Builder, shares: Sequence[Share], order: str
     """
     longest = 1
     for number, share in enumerate(shares):
+        ways = _Ways(place, share)
         for s, (a, b) in enumerate(segments(share.start, share.stop, segment)):
-            piece = _Piece(place, build, share, number, s, a, b)
-            longest = max(longest, piece.add(order))
+            _Piece(build, share, ways, number, s, a, b).add(order)
+        longest = max(longest, ways.longest)
     return longest
+
+
+class _Ways:
+    """How the contributions to one share travel past this rank: the same for all of its segments.
+
+    Attributes:
+        longest: hops of the longest way to an owner, at least 1.
+        here: by source, of those whose contribution comes past: (hops from it, parent here or None at the source, children here).
+    """
+
+    def __init__(self, place: Place, share: Share) -> None:
+        self.rank, self.world_size = place.rank, place.world_size
+        own = Range(DATA, share.start, share.stop)
+        trees = {src: _spanning_tree(place, Transfer(src, own, share.into)) for src in range(place.world_size)}
+        self.longest = max(1, *(depth[owner] for depth, _ in trees.values() for owner in share.into))
+        self.here: dict[int, tuple[int, int | None, list[int]]] = {
+            src: (depth[place.rank], None if src == place.rank else place.path(src, place.rank)[-2], children.get(place.rank, []))
+            for src, (depth, children) in trees.items()
+            if place.rank in depth
+        }
 
 
 class _Piece:
     """One segment of one share: its contributions on their way, and its fold."""
 
-    def __init__(self, place: Place, build: Builder, share: Share, number: int, s: int, a: int, b: int) -> None:
-        self.place, self.build, self.share = place, build, share
+    def __init__(self, build: Builder, share: Share, ways: _Ways, number: int, s: int, a: int, b: int) -> None:
+        self.build, self.share, self.ways = build, share, ways
         self.name, self.s, self.a, self.b = f"in.{number}", s, a, b
 
-    def add(self, order: str) -> int:
-        place, share = self.place, self.share
-        trees = {src: _spanning_tree(place, Transfer(src, self._own(), share.into)) for src in range(place.world_size)}
-        longest = max(1, *(d[owner] for d, _ in trees.values() for owner in share.into))
-        held = {src: self._carry(src, *trees[src], longest) for src in range(place.world_size) if place.rank in trees[src][0]}
-        if place.rank in share.into:
-            into = _cut(share.into[place.rank], self.a - share.start, self.b - share.start)
-            terms = [held[src] for src in range(place.world_size)]
-            self.build.fold(self.s + longest - 1, into, expression(order, terms, share.ring_start))
-        return longest
+    def add(self, order: str) -> None:
+        share, ways = self.share, self.ways
+        held = {src: self._carry(src, *way) for src, way in ways.here.items()}
+        if ways.rank in share.into:
+            into = _cut(share.into[ways.rank], self.a - share.start, self.b - share.start)
+            terms = [held[src] for src in range(ways.world_size)]
+            self.build.fold(self.s + ways.longest - 1, into, expression(order, terms, share.ring_start))
 
     def _own(self) -> Range:
         return Range(DATA, self.a, self.b)
 
-    def _carry(self, src: int, depth: dict[int, int], children: dict[int, list[int]], longest: int) -> Range:
-        rank, hops = self.place.rank, depth[self.place.rank]
-        if src == rank:
+    def _carry(self, src: int, hops: int, parent: int | None, children: Sequence[int]) -> Range:
+        if parent is None:
             held = self._own()
         else:
             # A slot is free again once its segment was folded, and was forwarded one round after it came.
-            slots = max(longest - hops, 1 if rank in children else 0) + 1
+            slots = max(self.ways.longest - hops, 1 if children else 0) + 1
             held = Range(f"{self.name}.{src}.{self.s % slots}", 0, self.b - self.a)
-            self.build.recv(self.s + hops - 1, self.place.path(src, rank)[-2], held, raw=True)
-        for child in children.get(rank, ()):
+            self.build.recv(self.s + hops - 1, parent, held, raw=True)
+        for child in children:
             self.build.send(self.s + hops, child, held, raw=True)
         return held
 
