@@ -67,14 +67,34 @@ def _found(job: str) -> tuple[list[Address], bytes]:
     return [address], secret
 
 
+_files: dict[str, tuple[contextlib.ExitStack, int]] = {}
+
+
 def _host_by_file(job: str, config: Config, hosting: contextlib.ExitStack) -> None:
+    """Run the store of `job` in this process and say so in its file, or share the one that runs already."""
     from hostring.store_server import StoreServer
 
-    secret = config.secret or os.urandom(32)
-    server = StoreServer([listen("127.0.0.1", 0)], secret)
-    hosting.callback(server.close)
-    path = meeting.publish(job, ("127.0.0.1", server.port), secret)
-    hosting.callback(_unlink, path)
+    with _servers_lock:
+        running, users = _files.get(job, (None, 0))
+        if running is None:
+            secret = config.secret or os.urandom(32)
+            with contextlib.ExitStack() as undo:
+                server = StoreServer([listen("127.0.0.1", 0)], secret)
+                undo.callback(server.close)
+                undo.callback(_unlink, meeting.publish(job, ("127.0.0.1", server.port), secret))
+                running = undo.pop_all()
+        _files[job] = running, users + 1
+    hosting.callback(_leave_file, job)
+
+
+def _leave_file(job: str) -> None:
+    with _servers_lock:
+        running, users = _files[job]
+        if users > 1:
+            _files[job] = running, users - 1
+            return
+        del _files[job]
+        running.close()
 
 
 def _unlink(path: str) -> None:
