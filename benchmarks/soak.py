@@ -32,10 +32,10 @@ from hostring.addresses import listen
 from hostring.store_server import StoreServer
 
 SPARED = 1
-HANG_SECONDS = 90.0
+HANG_SECONDS = 150.0  # more than any wait that has an end
 CALL_SECONDS = 30.0
 POOL = 1 << 18
-START_SECONDS = 15.0
+FIRST_SECONDS, START_SECONDS = 120.0, 15.0  # to start, when nothing may go wrong yet, and to be rebuilt
 WARM = 2000  # operations after which a rank has what it needs: programs of 512 shapes are kept
 FIELDS = ("operations", "wrong", "rebuilds", "epoch", "rss", "fds_warm", "fds", "beat")
 _ROW = struct.Struct(f"<{len(FIELDS)}q")
@@ -220,7 +220,7 @@ def work(board_path: str, ranks: int, seed: int) -> None:
     me = int(os.environ["RANK"])
     board = Board(board_path, ranks)
     row = dict.fromkeys(FIELDS, 0)
-    comm = hostring.init(timeout=START_SECONDS)
+    comm = hostring.init(timeout=START_SECONDS if os.environ["HOSTRING_REJOIN"] == "1" else FIRST_SECONDS)
     while True:
         try:
             row["epoch"] = int(comm.all_reduce(np.array([row["epoch"] + 1]), "max", timeout=CALL_SECONDS)[0])
@@ -303,6 +303,7 @@ class Soak:
 
     def run(self, seconds: float, pause: float) -> None:
         rng = random.Random(self.seed)
+        self.until_all_work()
         end = time.monotonic() + seconds
         beats, seen = self.beats(), time.monotonic()
         next_kill = time.monotonic() + pause
@@ -320,7 +321,7 @@ class Soak:
             if spared["operations"] > WARM:
                 self.memory.append(spared["rss"])
             whole = all(b > a for a, b in zip(healthy_since, now, strict=True))
-            if time.monotonic() > next_kill and (whole or rng.random() < 0.002):
+            if time.monotonic() > next_kill and (whole or (self.kills and rng.random() < 0.002)):
                 victim = rng.choice([r for r in range(self.ranks) if r != SPARED])
                 self.processes[victim].kill()
                 self.processes[victim].wait()
@@ -331,6 +332,14 @@ class Soak:
                 healthy_since = self.beats()
                 next_kill = time.monotonic() + rng.expovariate(1 / pause)
         self.finish()
+
+    def until_all_work(self) -> None:
+        """The minutes count from here on."""
+        give_up = time.monotonic() + HANG_SECONDS
+        while not all(self.beats()) and time.monotonic() < give_up and all(p.poll() is None for p in self.processes.values()):
+            time.sleep(0.05)
+        if not all(self.beats()):
+            self.hung()
 
     def beats(self) -> list[int]:
         return [self.board.read(r)["beat"] for r in range(self.ranks)]

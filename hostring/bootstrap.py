@@ -31,6 +31,9 @@ log = logging.getLogger("hostring")
 Neighbours = Callable[[int, int], set[int]]
 """(rank, world_size) -> the ranks that `rank` needs data links with."""
 
+LAST_SECONDS = 2.0
+"""Seconds that the links of a rebuilt group get when its members were found at the last moment."""
+
 Wire = tuple[int, str]
 """(peer, kind) of a link."""
 
@@ -125,13 +128,14 @@ class Group:
         if self.store is None:
             raise ValueError("this group has no store for ranks to find each other again; rebuild the group that it was split from")
         known = survivors if self._linked else None
-        regrouping = Regrouping(self.store, self.name, self.rank, min_ranks, known, time.monotonic() + timeout)
+        deadline = time.monotonic() + timeout
+        regrouping = Regrouping(self.store, self.name, self.rank, min_ranks, known, deadline)
         seat = regrouping.survive(self.generation + 1)
         self.generation = seat.generation  # should its links not come about, the next try must not find what this one left
         for link in self.links:
             link.close()
         self._linked = False
-        group = _seated(self._config, self.store, seat, neighbours, contract)
+        group = _seated(self._config, self.store, seat, neighbours, contract, deadline)
         group._leave.callback(self._leave.pop_all().close)
         return group
 
@@ -202,16 +206,19 @@ def rejoin(config: Config, *, neighbours: Neighbours, contract: Mapping[str, Any
         store, leave = open_store(config, deadline, Progress(config.rank, deadline))
         undo.callback(leave)
         seat = Regrouping(store, config.name, config.rank, 1, lambda: 0, deadline).come_back()
-        group = _seated(config, store, seat, neighbours, contract)
+        group = _seated(config, store, seat, neighbours, contract, deadline)
         group._leave.callback(undo.pop_all().close)
         return group
 
 
-def _seated(config: Config, store: Store, seat: Seat, neighbours: Neighbours, contract: Mapping[str, Any]) -> Group:
-    """Connect as `seat` says."""
+def _seated(
+    config: Config, store: Store, seat: Seat, neighbours: Neighbours, contract: Mapping[str, Any], deadline: float
+) -> Group:
+    """Connect as `seat` says, by `deadline` or in a moment after it: whoever has a seat is waited for by the others."""
     first = config.restarts.partition("+")[0]
     again = replace(config, rank=seat.rank, world_size=seat.world_size, store=store, restarts=f"{first}+{seat.generation}")
-    group = connect(again, neighbours=neighbours, contract=contract)
+    left = max(deadline - time.monotonic(), LAST_SECONDS)
+    group = connect(replace(again, timeout=left), neighbours=neighbours, contract=contract)
     group.store, group.generation, group._config = store, seat.generation, again
     return group
 
