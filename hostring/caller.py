@@ -122,6 +122,8 @@ class Caller:
         """`x` as a flat wire array in reused memory, and its own bits when they may travel raw."""
         n_elements = math.prod(x.shape) if view is None else view.size
         data = self._planner.room(n_elements, wire)
+        if view is None:
+            adapter.reuse(x, data)
         adapter.to_wire(x, data)
         raw = view.view(carrier(view.dtype)) if view is not None and view.dtype != wire else None
         return data, raw
@@ -139,6 +141,7 @@ class Caller:
         view = adapter.view(x)
         if view is None:
             data = self._planner.room(math.prod(x.shape), adapter.dtype(x))
+            adapter.reuse(x, data)
             adapter.to_wire(x, data)
         else:
             data = view

@@ -16,6 +16,7 @@ import numpy as np
 
 from .casting import copy, fresh, register_cast
 from .dtypes import BY_NAME, CODES, DTYPES, FLOAT32, Array, DType, name_of
+from .pinning import pin
 
 _MOST_REMEMBERED: Final = 64
 _REMEMBERED_NBYTES: Final = 1 << 18  # above, making a tensor is nothing beside the copy
@@ -36,6 +37,9 @@ class Adapter:
                 Otherwise a new array of this shape, of the dtype and on the device of `x`.
         """
         raise NotImplementedError
+
+    def reuse(self, x: Any, room: Array) -> None:
+        """Called before `x` is staged in `room`, which later calls use as well: prepare it, when that is worth while."""
 
     def view(self, x: Any) -> Array | None:
         """The memory of `x` as a flat, writable host array in its own dtype, when it is one; else None."""
@@ -112,6 +116,10 @@ class TorchAdapter(Adapter):
         # Several times faster than Tensor.numpy(), which has no bfloat16 either, and refuses tensors that need grad.
         memory = _block(n_elements * dtype.itemsize).from_address(x.data_ptr())
         return np.frombuffer(memory, dtype)
+
+    def reuse(self, x: Any, room: Array) -> None:
+        if x.is_cuda:
+            pin(room, self._torch.cuda.cudart())
 
     def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
         return self._torch.empty(shape, dtype=x.dtype, device=x.device)
