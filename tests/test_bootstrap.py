@@ -776,7 +776,7 @@ def test_ctrl_c_ends_every_wait_of_the_start(where: str, tmp_path: Path) -> None
     started = time.monotonic()
     _, err = running.communicate(timeout=30)
     assert time.monotonic() - started < 6.0
-    assert "KeyboardInterrupt" in err.splitlines()[-1]
+    assert any(line.startswith("KeyboardInterrupt") for line in err.splitlines()), err
 
 
 def test_torch_store_brings_ranks_together() -> None:

@@ -101,7 +101,8 @@ def test_a_model_that_ranks_cant_load_ends_the_demo_with_the_reason(tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 1
     assert "hostring: rank" in done.stderr
-    assert "before there was a result" in done.stderr
+    assert "has 0 .safetensors files" in done.stderr
+    assert "exited with code 1" in done.stderr
 
 
 RUN: dict[str, Any] = {
