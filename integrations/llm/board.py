@@ -20,7 +20,7 @@ class Board:
     """Takes what the ranks say to the screen, in threads of its own. Also the `Revival` of their launch.
 
     Attributes:
-        head_ended: how, in words, when it failed.
+        head_ended: how, in words, when it failed after the start.
     """
 
     def __init__(self, listener: Listener, screen: Screen) -> None:
@@ -46,7 +46,7 @@ class Board:
     def again(self, rank: int, how: str) -> bool:
         """A rank is worth a new start while there is something to come back for, but not when it ends before it is ready, each time."""
         with self._lock:
-            if rank == 0:
+            if rank == 0 and rank in self._starts:
                 self.head_ended = how
             if rank == 0 or not self._goes_on or self._starts.get(rank, _MOST_STARTS) >= _MOST_STARTS:
                 return False

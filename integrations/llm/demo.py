@@ -127,7 +127,7 @@ def _rank_main() -> None:
     try:
         with hostring.init() as comm:
             measure(job, comm, channel.tell)
-    except (hostring.HostringError, ValueError) as exc:
+    except (hostring.HostringError, ValueError, FileNotFoundError) as exc:
         sys.exit(f"hostring: rank {rank}: {exc}")
     except KeyboardInterrupt:  # the way out of a talk, not worth a traceback per rank
         sys.exit(130)
