@@ -130,6 +130,7 @@ def test_a_group_without_a_store_says_so(run_ranks: Any) -> None:
         assert part is not None
         with pytest.raises(ValueError, match="rebuild the group that it was split from"):
             part.rebuild()
+        part.close()
         comm.barrier()
 
     run_ranks(2, body)
