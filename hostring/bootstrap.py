@@ -116,6 +116,12 @@ class Group:
         )
         return connect(config, neighbours=neighbours, contract=contract, exchange=exchange, hosts=self.hosts)
 
+    def check_store(self) -> Store:
+        """Raises: ValueError, when this group has no store and can't be rebuilt."""
+        if self.store is None:
+            raise ValueError("this group has no store for ranks to find each other again; rebuild the group that it was split from")
+        return self.store
+
     def reform(
         self, survivors: Callable[[], int], *, min_ranks: int, timeout: float, neighbours: Neighbours, contract: Mapping[str, Any]
     ) -> Group:
@@ -125,17 +131,16 @@ class Group:
             survivors: how many other ranks of this group are known to be alive.
             min_ranks, timeout, neighbours, contract: as in `Comm.rebuild` and `connect`.
         """
-        if self.store is None:
-            raise ValueError("this group has no store for ranks to find each other again; rebuild the group that it was split from")
+        store = self.check_store()
         known = survivors if self._linked else None
         deadline = time.monotonic() + timeout
-        regrouping = Regrouping(self.store, self.name, self.rank, min_ranks, known, deadline)
+        regrouping = Regrouping(store, self.name, self.rank, min_ranks, known, deadline, self.world_size)
         seat = regrouping.survive(self.generation + 1)
         self.generation = seat.generation  # should its links not come about, the next try must not find what this one left
         for link in self.links:
             link.close()
         self._linked = False
-        group = _seated(self._config, self.store, seat, neighbours, contract, deadline)
+        group = _seated(self._config, store, seat, neighbours, contract, deadline)
         group._leave.callback(self._leave.pop_all().close)
         return group
 

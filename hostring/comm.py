@@ -467,6 +467,7 @@ class Comm(Caller):
         """
         if self._released:
             self._alive()
+        self._group.check_store()
         with self._lock:
             self._closed = self._closed or "rebuilt"
         if self._control.cause is None:

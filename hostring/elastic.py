@@ -27,8 +27,8 @@ _BEAT_SECONDS = 0.1  # between two signs of life
 SILENT_SECONDS = 3.0
 """Without a sign of life for so long, a process that takes part is taken for dead."""
 
-GATHER_SECONDS = 3.0
-"""How long newcomers are waited for when nobody knows how many survive: after an attempt that failed with its links closed."""
+GATHER_SECONDS = 3.5
+"""How long newcomers are waited for where it isn't sure who is left: longer than the dead are taken for living."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,22 @@ class Regrouping:
         min_ranks: how many must be there. Every survivor should name the same number.
         survivors: how many other members of the old group are known to be alive, asked again and again; None when nobody knows.
         deadline: monotonic time.
+        expected: how many the old group had; where nobody knows who survives, nobody is waited for beyond that.
     """
 
     def __init__(
-        self, store: Store, prefix: str, claim: int, min_ranks: int, survivors: Callable[[], int] | None, deadline: float
+        self,
+        store: Store,
+        prefix: str,
+        claim: int,
+        min_ranks: int,
+        survivors: Callable[[], int] | None,
+        deadline: float,
+        expected: int = 0,
     ) -> None:
         self._store, self._prefix, self._claim = store, f"{prefix}/again", claim
         self._min_ranks, self._survivors, self._deadline = min_ranks, survivors, deadline
+        self._expected = max(expected, min_ranks)
         self._progress = Progress(claim, deadline)
 
     def survive(self, generation: int) -> Seat:
@@ -164,22 +173,31 @@ class Regrouping:
     def _lead(self, base: str, number: int, mine: _Pulse, leader: _Pulse) -> None:
         """Wait until enough ranks came, and all known survivors among them, then close the list."""
         pulses: dict[int, _Pulse] = {}
+        claims: dict[int, int] = {}
         newest = time.monotonic()
         while True:
             mine.beat()
             leader.beat()
             count = self._store.add(f"{base}/count", 0)
-            if count > len(pulses):
+            for k in range(len(pulses) + 1, count + 1):
                 newest = time.monotonic()
-                pulses.update({k: _Pulse(self._store, f"{base}/{k}/here") for k in range(len(pulses) + 1, count + 1)})
+                pulses[k] = _Pulse(self._store, f"{base}/{k}/here")
+                claims[k] = self._claim_of(f"{base}/{k}")
             here = [k for k, pulse in pulses.items() if k == number or pulse.lives()]
             known = 0 if self._survivors is None else self._survivors()
-            settled = self._survivors is not None or time.monotonic() > newest + GATHER_SECONDS
-            if len(here) >= max(self._min_ranks, 1 + known) and settled:
+            twice = len({claims[k] for k in here}) < len(here)  # one of the two may be dead: it will fall silent
+            sure = not twice and (self._survivors is not None or len(here) >= self._expected)
+            if len(here) >= max(self._min_ranks, 1 + known) and (sure or time.monotonic() > newest + GATHER_SECONDS):
                 break
             self._wait_a_little("for ranks to come back", f"{len(here)} here, at least {self._min_ranks} needed")
-        members = [[msgpack.unpackb(self._store.get(f"{base}/{k}", 5.0)), k] for k in here]
-        self._store.set(f"{base}/list", msgpack.packb(members))
+        self._store.set(f"{base}/list", msgpack.packb([[claims[k], k] for k in here]))
+
+    def _claim_of(self, key: str) -> int:
+        try:
+            claim: int = msgpack.unpackb(self._store.get(key, 1.0))
+        except TimeoutError:  # it died before it could say so, and will never be heard
+            return -1
+        return claim
 
     def _wait_a_little(self, what: str, state: str = "") -> None:
         self._progress.waits(what, state)
