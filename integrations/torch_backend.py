@@ -37,9 +37,16 @@ def register() -> None:
     # registering claims devices that have no default yet; a vendor's own backend, loaded later, must find them free
     c10d.Backend.default_device_backend_map.clear()
     c10d.Backend.default_device_backend_map.update(defaults)
+    c10d.register_rendezvous_handler("hostring", _meet)
 
 
 def _create(where: Any, options: Any) -> Any:
     from hostring.integrations.torch_pg import create
 
     return create(where, options)
+
+
+def _meet(url: str, **options: Any) -> Any:
+    from hostring.integrations.torch_pg.rendezvous import meet
+
+    return meet(url, **options)

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_launch import mpi
 from test_two_hosts import Hosts, hosts
 
 pytest.importorskip("torch")
@@ -114,6 +115,15 @@ def test_a_map_that_would_take_a_device_from_another_backend_is_refused(tmp_path
         assert done.stdout.strip() == ""
     else:
         assert "cuda:gloo was asked for; use 'hostring' for all devices" in done.stdout
+
+
+@pytest.mark.skipif(mpi("mpich", "mpiexec.hydra") is None, reason="MPICH is not installed")
+def test_mpirun(tmp_path):
+    """A launcher that torch doesn't know: hostring's rendezvous does."""
+    path = script(tmp_path, ONE_STEP.replace('("hostring")', '("hostring", init_method="hostring://")'))
+    done = run([str(mpi("mpich", "mpiexec.hydra")), "-n", "2", sys.executable, path], tmp_path, XDG_RUNTIME_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank \d of \d: \d+", done.stdout)) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
 
 
 # ---------------------------------------------------------------------- ends
