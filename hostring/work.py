@@ -29,12 +29,13 @@ class Driver(Protocol):
 class Work:
     """An operation under way. `wait()` returns its result, or raises what it raised."""
 
-    __slots__ = ("_callbacks", "_done", "_driver", "_error", "_lock", "_result", "what")
+    __slots__ = ("_callbacks", "_done", "_driver", "_error", "_lock", "_result", "_sleepers", "what")
 
     def __init__(self, what: str, driver: Driver | None = None) -> None:
         self.what = what
         self._driver = driver
-        self._done = threading.Event()
+        self._done = False
+        self._sleepers: threading.Event | None = None  # made when somebody has to sleep, which is seldom
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Work], object]] = []
         self._result: Any = None
@@ -42,7 +43,7 @@ class Work:
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not. Never waits; the operation makes progress without `wait`."""
-        return self._done.is_set()
+        return self._done
 
     def exception(self) -> BaseException | None:
         """What it raised, or None: also while it is still under way."""
@@ -58,21 +59,28 @@ class Work:
             OperationTimeout: `timeout` passed; the operation goes on.
             BaseException: whatever the operation raised.
         """
-        if self._driver is not None and not self._done.is_set():
+        if self._driver is not None and not self._done:
             if timeout is None:
                 self._driver.help(self)
-            if not self._done.is_set():
+            if not self._done:
                 self._driver.hurry()
-        if not self._done.wait(timeout):
+        if not self._done and not self._sleep(timeout):
             raise OperationTimeout(f"{self.what} was not done within {timeout:.1f} s of waiting; it goes on")
         if self._error is not None:
             raise self._error
         return self._result
 
+    def _sleep(self, timeout: float | None) -> bool:
+        with self._lock:
+            if self._done:
+                return True
+            sleepers = self._sleepers = self._sleepers or threading.Event()
+        return sleepers.wait(timeout)
+
     def add_done_callback(self, callback: Callable[[Work], object]) -> None:
         """Call `callback(self)` when it ends, on the thread that ends it; at once when it has ended."""
         with self._lock:
-            done = self._done.is_set()
+            done = self._done
             if not done:
                 self._callbacks.append(callback)
         if done:
@@ -85,7 +93,9 @@ class Work:
         with self._lock:
             self._result, self._error = result, error
             callbacks, self._callbacks = self._callbacks, []
-            self._done.set()
+            self._done = True
+            if self._sleepers is not None:
+                self._sleepers.set()
         for callback in callbacks:
             callback(self)
 
