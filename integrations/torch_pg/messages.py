@@ -37,7 +37,7 @@ class Messages(Core):
         Raises:
             OperationTimeout: on rank 0 with the first missing rank, or all of them with `wait_all_ranks`; on the others with rank 0.
         """
-        limit = timeout or self._default_timeout
+        limit = self._default_timeout if timeout is None else timeout
         ms = int(limit.total_seconds() * 1000)
         self._monitored += 1
         store = c10d.PrefixStore(f"hostring/monitored_barrier/{self._monitored}", self._store)
@@ -46,6 +46,8 @@ class Messages(Core):
             if not _came(store, "all", limit.total_seconds()):
                 raise OperationTimeout(f"[Rank {self.comm.rank}]: Rank 0 timed out in monitoredBarrier after {ms} ms.", 0)
             return
+        if ms <= 0:
+            raise OperationTimeout(f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {ms} ms.", 0)
         deadline = time.monotonic() + limit.total_seconds()
         missing = []
         for rank in range(1, self.comm.world_size):
