@@ -424,6 +424,9 @@ def _by_hand(group):
     gathered = [torch.zeros(2) for _ in range(n)] if rank == 0 else []
     pg.gather(gathered, torch.full((2,), float(rank)), 0).wait()
     assert rank != 0 or gathered[n - 1][0] == n - 1
+    whole = torch.zeros(2 * n)
+    pg.gather_single(whole, torch.full((2,), rank + 1.0)).wait()
+    assert rank != 0 or whole.tolist() == [r + 1.0 for r in range(n) for _ in range(2)]
     pg.barrier().wait()
     assert (pg.rank(), pg.size(), pg.name(), dist.get_backend()) == (rank, n, "hostring", "hostring")
     return True

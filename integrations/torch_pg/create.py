@@ -13,7 +13,7 @@ from hostring.integrations.torch_pg.work import CommWork
 versions.hide_from_compiler(*(kind for kind in ProcessGroup.__mro__ if kind.__module__.startswith(__package__)), CommWork)
 
 
-def create(where: Any, options: Any) -> ProcessGroup:
+def create(where: Any, options: Any) -> Any:
     """The creator that is registered with torch.
 
     Args:
@@ -22,7 +22,7 @@ def create(where: Any, options: Any) -> ProcessGroup:
     """
     versions.check_map()
     versions.reach_from_cpp()
-    return connect(where.store, where.group_rank, where.group_size, where.timeout, options)
+    return versions.present(connect(where.store, where.group_rank, where.group_size, where.timeout, options), where.timeout)
 
 
 def connect(store: Any, rank: int, world_size: int, timeout: timedelta, options: Any = None) -> ProcessGroup:

@@ -42,6 +42,8 @@ class ProcessGroup(Lists, Messages, Core):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None, op: Any = None, timeout: Timeout = None) -> CommWork | None:
         return self._reductions(tensors, given(c10d.AllreduceOptions, opts, reduceOp=op, timeout=timeout))
 
+    allreduce_sparse = allreduce
+
     def _reductions(self, tensors: list[Tensor], opts: Any) -> CommWork | None:
         name, seconds = OPS[hash(opts.reduceOp)], self._seconds(opts.timeout)
         scale = factor(opts.reduceOp) if name == PREMUL else None
@@ -90,6 +92,17 @@ class ProcessGroup(Lists, Messages, Core):
         return self._run("all_gather", lambda: self.comm.all_gather(input, out=output, timeout=seconds), [output], opts, (input, output))
 
     _allgather_base = all_gather_into_tensor = all_gather_single
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None) -> CommWork | None:
+        """Torch 2.14's: `output` is used on the root only."""
+        opts = given(c10d.GatherOptions, opts, timeout=timeout)
+        root, seconds = opts.rootRank, self._seconds(opts.timeout)
+        mine = output if self.comm.rank == root else None
+        if mine is not None:
+            self._check_shares("gather", mine, input)
+        return self._run("gather", lambda: self.comm.gather(input, root, out=mine, timeout=seconds), [output], opts, (input,))
+
+    gather_into_tensor = gather_single
 
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: Any = None, op: Any = None, timeout: Timeout = None

@@ -7,7 +7,8 @@ also be the backend behind a device of torch's own process group; ours then regi
 from __future__ import annotations
 
 import sys
-from types import FunctionType
+from datetime import timedelta
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -52,23 +53,45 @@ def hide_from_compiler(*kinds: type) -> None:
                 function._torchdynamo_disable_msg = "it communicates"  # type: ignore[attr-defined]
 
 
+def present(group: Any, timeout: timedelta) -> Any:
+    """What the creator gives to torch for `group`: itself as a rule, with a backend behind its devices from 2.14 on.
+
+    When other backends serve other devices of the same torch group, only a backend may be given: before 2.14 that is impossible.
+    """
+    others = _other_backends()
+    if not HAS_PYTHON_BACKENDS:
+        return group
+    from hostring.integrations.torch_pg.behind import Behind
+
+    if others:
+        return Behind(group, timeout, owner=True)
+    group.behind = Behind(group, timeout, owner=False)
+    custom = c10d.ProcessGroup.BackendType.CUSTOM
+    group._set_default_backend(custom)
+    for device in group._device_types:
+        group._register_backend(device, custom, group.behind)
+    return group
+
+
 def check_map() -> None:
-    """Before 2.14: refuse to be one of several backends when that would take a device from another one.
+    """Before 2.14: refuse to be one of several backends, which would take devices from the others.
 
     Raises:
         ValueError: `init_process_group` was called with a map such as "cpu:hostring,cuda:nccl".
     """
-    if HAS_PYTHON_BACKENDS:
-        return
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
-        frame = frame.f_back  # type: ignore[assignment]
-    config = frame.f_locals.get("backend_config") if frame is not None else None
-    backends = config.get_device_backend_map() if config is not None else {}
-    taken = {device: name for device, name in backends.items() if name != "hostring" and device != "cpu"}
-    if taken:
-        device, name = next(iter(taken.items()))
+    others = {} if HAS_PYTHON_BACKENDS else _other_backends()
+    for device, name in others.items():
         raise ValueError(
             f"torch {torch.__version__} would carry {device} tensors over hostring too, though {device}:{name} was asked for; "
             f"use 'hostring' for all devices, or torch 2.14 or later"
         )
+
+
+def _other_backends() -> dict[str, str]:
+    """Device -> backend of what else serves the torch group that is being made. A CPU backend is no loss: hostring serves CPUs too."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
+        frame = frame.f_back
+    config = frame.f_locals.get("backend_config") if frame is not None else None
+    backends = config.get_device_backend_map() if config is not None else {}
+    return {device: str(name) for device, name in backends.items() if name != "hostring" and (device != "cpu" or HAS_PYTHON_BACKENDS)}
