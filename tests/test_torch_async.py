@@ -248,12 +248,12 @@ def _subgroups(group):
     z = torch.full((2,), 5.0)
     dist.all_reduce(z, group=alone)
     assert z.tolist() == [5.0, 5.0]
-    local = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
-    if local is not None:
-        dist.barrier(group=local)
     reordered = dist.new_group(list(reversed(range(n))), pg_options=Options(topology="ring", order="ring"))
     assert reordered.comm.order == "ring"
     dist.destroy_process_group(reordered)
+    local = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
+    if local is not None:
+        dist.barrier(group=local)
     dist.barrier()
     return seen
 
