@@ -108,8 +108,8 @@ def accept(mine: Callable[[str], Hello], admit: Callable[[Hello], str | None], s
 
     Args:
         mine: gives this rank's hello for a kind of link.
-        admit: says why a rank can't have that link, for example because it has it already; None when it can. Asked twice:
-            before and after the proof.
+        admit: says why a rank can't have that link, for example because it has it already; None when it can. Asked before
+            the proof; another link of the same may be through by the time that this one is, so ask again when you take it.
         secret: the group's.
         nonce: random when not given.
 
@@ -121,18 +121,16 @@ def accept(mine: Callable[[str], Hello], admit: Callable[[Hello], str | None], s
     own = mine(theirs.kind)
     for reason, ours, got in (("group", own.group, theirs.group), ("world_size", own.world_size, theirs.world_size)):
         if ours != got:
-            raise _refusal(reason, f"its {reason} is {_show(got)}, ours is {_show(ours)}")
+            raise refusal(reason, f"its {reason} is {_show(got)}, ours is {_show(ours)}")
     if not 0 <= theirs.rank < own.world_size or theirs.rank == own.rank:
-        raise _refusal("rank", f"it says that it is rank {theirs.rank}; this is rank {own.rank} of {own.world_size}")
+        raise refusal("rank", f"it says that it is rank {theirs.rank}; this is rank {own.rank} of {own.world_size}")
     if why := admit(theirs):
-        raise _refusal("duplicate", why)
+        raise refusal("duplicate", why)
     hello = own.to_bytes(nonce or os.urandom(16))
     proof = _message((yield hello)).get("proof")
     if not proves(proof, secret, "dialer", first, hello):
-        raise _refusal("secret", f"who says that it is rank {theirs.rank} does not know the group's secret (HOSTRING_SECRET)")
+        raise refusal("secret", f"who says that it is rank {theirs.rank} does not know the group's secret (HOSTRING_SECRET)")
     assert isinstance(proof, bytes)
-    if why := admit(theirs):
-        raise _refusal("duplicate", why)
     return theirs, pack({"proof": prove(secret, "acceptor", first, hello, proof)}, HELLO_LIMIT)
 
 
@@ -149,7 +147,7 @@ def compare_contracts(rank: int, ours: Mapping[str, Any], peer: int, theirs: Map
 def _parse(data: bytes) -> Hello:
     wire = _message(data)
     if wire.get("hostring") != PROTOCOL:
-        raise _refusal("version", f"it speaks version {_show(wire.get('hostring'))} of the protocol, we speak {PROTOCOL}")
+        raise refusal("version", f"it speaks version {_show(wire.get('hostring'))} of the protocol, we speak {PROTOCOL}")
     try:
         if len(typed(wire, "nonce", bytes)) < 16:
             raise ValueError("its nonce is short")
@@ -166,7 +164,7 @@ def _parse(data: bytes) -> Hello:
             member=Member.from_wire(wire.get("member")),
         )
     except ValueError as exc:
-        raise _refusal("junk", f"not a hello: {exc}") from exc
+        raise refusal("junk", f"not a hello: {exc}") from exc
 
 
 def _message(data: bytes) -> dict[str, Any]:
@@ -181,7 +179,8 @@ def _message(data: bytes) -> dict[str, Any]:
     return wire
 
 
-def _refusal(reason: str, message: str) -> RefusedError:
+def refusal(reason: str, message: str) -> RefusedError:
+    """For the side that accepts: an error whose `reply` tells the dialler."""
     return RefusedError(reason, message, pack({"refused": reason, "why": message[:300]}, HELLO_LIMIT))
 
 

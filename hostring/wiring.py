@@ -17,7 +17,7 @@ from typing import Any
 
 from hostring.addresses import Address, join_address, scope_id
 from hostring.errors import HandshakeError, HostringError, RendezvousError
-from hostring.handshake import HELLO_LIMIT, HELLO_SECONDS, Hello, Protocol, RefusedError, accept, compare_contracts, dial
+from hostring.handshake import HELLO_LIMIT, HELLO_SECONDS, Hello, Protocol, RefusedError, accept, compare_contracts, dial, refusal
 from hostring.message import framed
 from hostring.rendezvous import Progress, names
 from hostring.streams import accept_all, end, receive, send
@@ -162,8 +162,9 @@ class Wiring:
         try:
             protocol = accept(self._own, self._admit, self.secret)
             theirs, verdict = await asyncio.wait_for(_converse(protocol, sock), HELLO_SECONDS)
-            wire = theirs.rank, theirs.kind
-            if old := self.sockets.get(wire):
+            if why := self._admit(theirs):  # asked and kept in one go: the peer may have dialled two of our addresses
+                raise refusal("duplicate", why)
+            if old := self.sockets.get((theirs.rank, theirs.kind)):
                 old.close()
             self._keep(sock, theirs)
             await asyncio.wait_for(send(sock, verdict), HELLO_SECONDS)
@@ -237,11 +238,12 @@ class Wiring:
                     if address[0].startswith("@"):  # on this host: it answers, or is not there at all
                         stagger = HELLO_SECONDS
                 done, running = await asyncio.wait(running, timeout=stagger if queue else None, return_when=asyncio.FIRST_COMPLETED)
+                for exc in [task.exception() for task in done]:  # of each, or asyncio complains of those that nobody asked
+                    if exc is not None and (isinstance(exc, HandshakeError) or not isinstance(worst, HandshakeError)):
+                        worst = exc
                 for task in done:
-                    exc = task.exception()
-                    if exc is None:
+                    if task.exception() is None:
                         return task.result()
-                    worst = exc if isinstance(exc, HandshakeError) or not isinstance(worst, HandshakeError) else worst
         finally:
             await end(running)
         return worst

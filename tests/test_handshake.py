@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import asyncio
+import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,9 @@ from hostring.errors import HandshakeError
 from hostring.handshake import HELLO_LIMIT, PROTOCOL, Hello, Protocol, RefusedError, accept, compare_contracts, dial
 from hostring.member import Member, this_member
 from hostring.message import checked_nbytes, framed, pack, prove, proves, unpack
+from hostring.rendezvous import Progress
+from hostring.streams import receive, send
+from hostring.wiring import Wiring
 
 SECRET = b"a secret of the group"
 MEMBER = this_member([])
@@ -198,20 +204,47 @@ def test_every_changed_byte_of_the_first_message_breaks_the_proof() -> None:
     assert refused.value.reason == "secret"
 
 
-def test_duplicates_are_asked_for_before_and_after_the_proof() -> None:
-    asked: list[int] = []
-
-    def admit(theirs: Hello) -> str | None:
-        asked.append(theirs.rank)
-        return "rank 1 is there already" if len(asked) > 1 else None
-
-    answerer, dialler = acceptor(hello(0), admit=admit), dial(hello(1), 0, SECRET)
+def test_a_duplicate_is_refused_before_the_proof() -> None:
+    answerer, dialler = acceptor(hello(0), admit=lambda theirs: f"rank {theirs.rank} is there already"), dial(hello(1), 0, SECRET)
     next(answerer)
-    proof = dialler.send(answerer.send(next(dialler)))
-    with pytest.raises(RefusedError, match="there already") as refused:
-        answerer.send(proof)
+    with pytest.raises(RefusedError, match="rank 1 is there already") as refused:
+        answerer.send(next(dialler))
     assert refused.value.reason == "duplicate"
-    assert asked == [1, 1]
+
+
+def test_of_two_links_that_prove_themselves_at_once_one_is_kept() -> None:
+    """A slow peer dials a second address of ours beside the first; had we kept both in turn, it could use the one we closed."""
+
+    async def both() -> None:
+        wiring = Wiring(hello(0), SECRET, [], [(1, "data")], {}, [], time.monotonic() + 10, Progress(0, time.monotonic() + 10))
+        wiring._changed = asyncio.Event()
+        pairs = [socket.socketpair() for _ in range(2)]
+        for pair in pairs:
+            for sock in pair:
+                sock.setblocking(False)
+        greetings = [asyncio.ensure_future(wiring._greet(theirs, "test")) for _, theirs in pairs]
+        diallers = [dial(hello(1), 0, SECRET) for _ in pairs]
+        for (ours, _), dialler in zip(pairs, diallers, strict=True):
+            await send(ours, next(dialler))
+        proofs = [dialler.send(await receive(ours, 4096)) for (ours, _), dialler in zip(pairs, diallers, strict=True)]
+        for (ours, _), proof in zip(pairs, proofs, strict=True):
+            ours.sendall(framed(proof))  # without giving way in between
+        await asyncio.gather(*greetings)
+        verdicts = []
+        for (ours, _), dialler in zip(pairs, diallers, strict=True):
+            try:
+                dialler.send(await receive(ours, 4096))
+            except (StopIteration, RefusedError) as exc:
+                verdicts.append(type(exc))
+        assert sorted(verdicts, key=str) == sorted([StopIteration, RefusedError], key=str)
+        kept = pairs[verdicts.index(StopIteration)][1]
+        assert wiring.sockets == {(1, "data"): kept}
+        assert kept.fileno() >= 0
+        for pair in pairs:
+            for sock in pair:
+                sock.close()
+
+    asyncio.run(both())
 
 
 def test_another_rank_than_the_dialled_one_is_refused() -> None:
