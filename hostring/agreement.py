@@ -20,6 +20,7 @@ from .errors import HostringError
 from .program import Buffers
 from .tuner import Choice, Table, Threshold, default_table
 from .tuning import Tuning, load, tuning_path
+from .wire import START_SEQ
 
 if TYPE_CHECKING:
     from .comm import Comm
@@ -36,13 +37,14 @@ def agree(comm: Comm) -> None:
     """
     if comm.world_size == 1:
         return
+    comm._seq = START_SEQ
     record, tuning = np.zeros(_RECORD_NBYTES, np.uint8), None
     if comm.rank == 0:
         *decision, tuning = _decide(comm)
         packed = msgpack.packb(decision)
         record[: len(packed)] = np.frombuffer(packed, np.uint8)
     program = comm._planner.movement("broadcast", record.size, BY_NAME["uint8"], 0)
-    comm._run(program, Buffers(record, record[:0]), None, perf_counter(), count=False)
+    comm._run(program, Buffers(record, record[:0]), None, perf_counter())
     unpacker = msgpack.Unpacker()
     unpacker.feed(record.tobytes())
     what, source, table = unpacker.unpack()
@@ -55,6 +57,7 @@ def agree(comm: Comm) -> None:
         share(comm, tune(comm, measured=False))
     elif comm.rank == 0:
         _explain(comm, tuning)
+    comm._seq = 0
     comm.counters.forget()
     comm.recorder.forget()
 

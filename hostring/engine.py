@@ -15,7 +15,7 @@ from .counters import FOLD, TRANSFER, WAIT, Counters
 from .dtypes import Array
 from .program import Buffers, Direct, Incoming, Pipe, Program, Stage, Step
 from .trace import Recorder
-from .wire import SEQ, SEQ_OFFSET
+from .wire import SEQ, SEQ_OFFSET, numbered
 
 _set_seq = SEQ.pack_into
 
@@ -272,7 +272,7 @@ class Engine:
 
 def _waiting(program: Program, pending: list[Incoming], unsent: list[_Unsent]) -> Waiting:
     late = pending[0].peer if pending else unsent[0].peer
-    return Waiting(late, f"{program.call.collective} #{program.seq}", program.call, program.seq)
+    return Waiting(late, f"{program.call.collective} {numbered(program.seq)}", program.call, program.seq)
 
 
 def _progress(pending: list[Incoming]) -> str:

@@ -98,7 +98,7 @@ class _Probes:
         best, total = np.array([float("inf"), 0.0]), 0.0
         for repeat in range(_REPEATS):
             began = perf_counter()
-            self._comm._run(program, Buffers(self._data, self._data[:0]), None, began, count=False)
+            self._comm._run(program, Buffers(self._data, self._data[:0]), None, began)
             took = perf_counter() - began
             total += took
             best[:] = min(best[0], took), total

@@ -29,6 +29,7 @@ NO_OP: Final = 255
 
 _HEADER: Final = struct.Struct("<4sBBHIIQBBBBIIQ4xB7xQ")
 SEQ: Final = struct.Struct("<Q")
+START_SEQ: Final = 1 << 63  # from here on number the calls with which a group starts, so that none passes for the user's #0
 assert _HEADER.size == HEADER_BYTES
 
 
@@ -71,6 +72,11 @@ class Call:
         return decoded.describe_call()
 
 
+def numbered(seq: int) -> str:
+    """A call's number in words."""
+    return f"#{seq}" if seq < START_SEQ else f"#{seq - START_SEQ} of the start"
+
+
 @dataclass(frozen=True)
 class Header:
     """A decoded header."""
@@ -93,7 +99,7 @@ class Header:
     def describe_call(self) -> str:
         """In words: which call the sender of this header was in."""
         name = COLLECTIVES[self.collective] if self.collective < len(COLLECTIVES) else f"collective {self.collective}"
-        words = [f"{name} #{self.seq} of {self.n_elements} elements, {kind_name(self.dtype)}"]
+        words = [f"{name} {numbered(self.seq)} of {self.n_elements} elements, {kind_name(self.dtype)}"]
         if self.op < len(OPS):
             words.append(f"op {OPS[self.op]}")
         if name in ("reduce", "broadcast", "gather", "scatter", "decide"):

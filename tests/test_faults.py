@@ -368,6 +368,7 @@ def judge(cell: Cell, outcomes: list[Outcome]) -> list[str]:
 @pytest.fixture(scope="module", autouse=True)
 def spoiled() -> Iterator[None]:
     multiprocessing.util.get_temp_dir()  # now, and not in a test's own folder
+    StoreServer([listen("127.0.0.1", 0)], SECRET).close()  # libuv opens a pipe for its signals once in a process
     with faulty.hellos_spoiled():
         yield
 
