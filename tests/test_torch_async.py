@@ -393,9 +393,10 @@ def test_destroy_with_works_in_flight():
 
 def _again(group):
     seen = []
+    store = dist.FileStore(f"{group.folder}/again", group.world_size)
     for k in range(3):
         dist.destroy_process_group()
-        dist.init_process_group("hostring", init_method=f"file://{group.folder}/again", rank=group.rank, world_size=group.world_size)
+        dist.init_process_group("hostring", store=store, rank=group.rank, world_size=group.world_size)
         x = torch.full((1,), float(k + group.rank))
         dist.all_reduce(x)
         seen.append(x.item())

@@ -141,7 +141,7 @@ def test_a_process_may_end_without_destroying_the_group(tmp_path):
     started = time.monotonic()
     done = run(torchrun("--standalone", "--nproc-per-node", "2", script(tmp_path, body)), tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["end", "end"]
+    assert done.stdout.count("end") == 2
     assert "Traceback" not in done.stderr
     assert time.monotonic() - started < 60
 
