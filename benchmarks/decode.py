@@ -44,7 +44,7 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with hostring.init(topology=options.topology, transport=options.transport) as comm:
         dtypes = options.dtypes.split(",")
-        model = load_model(options.model, comm, dtype=dtypes[comm.rank % len(dtypes)] if comm.world_size > 1 else "float32")
+        model = load_model(options.model, comm, dtype=dtypes[comm.rank % len(dtypes)])
         _say({"ready": comm.rank})
         for line in sys.stdin:
             core = json.loads(line)["core"]
@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48, help="per generation")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--dtypes", default="float32", help="one for all, or one per rank; the lone rank computes in float32")
+    parser.add_argument("--dtypes", default="float32", help="one for all, or one per rank; the lone rank takes the first")
     parser.add_argument("--topology", default="auto")
     parser.add_argument("--transport", default="tcp")
     parser.add_argument("--mbit", type=float, help="ranks in namespaces on a switch, with this rate")

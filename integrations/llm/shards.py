@@ -40,7 +40,7 @@ class ShardPlan:
         return len(self.kv_groups)
 
     @staticmethod
-    def balanced(config: ModelConfig, world_size: int, balance: Balance = "bytes") -> ShardPlan:
+    def balanced(config: ModelConfig, world_size: int, balance: Balance = "regions") -> ShardPlan:
         """Split evenly, as far as whole KV-head groups allow.
 
         Args:
