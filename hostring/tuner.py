@@ -17,6 +17,7 @@ from .rules import TUNED, Rules, Way, read_rules
 from .topologies import TOPOLOGIES, Topology
 
 SEGMENT_NBYTES: Final = 1 << 18  # fits the second-level cache twice, so that it is folded while hot
+ONE_HOST_SEGMENT_NBYTES: Final = 1 << 20  # of two shots on one machine, where a switch between processes costs more than a cache miss
 WHOLE: Final = 1 << 62
 ONE_HOST_NBYTES: Final = {2: 1 << 19, 3: 1 << 17, 4: 1 << 17}  # up to which one round beats two on one machine, by world size
 _ONE_HOST_MANY: Final = 1 << 15  # for more ranks
@@ -152,7 +153,8 @@ def default_table(rules: Rules, order: str, world_size: int, *, one_host: bool) 
         variants = [v for t, v in ways if t == topology]
         small = _SMALL.get(topology) if collective == "all_reduce" else None
         large = next((v for v in variants if v != small), variants[0])
-        table[collective] = [Threshold(WHOLE, topology, large)]
+        segment = ONE_HOST_SEGMENT_NBYTES if one_host and large == "two_shot" else 0
+        table[collective] = [Threshold(WHOLE, topology, large, segment)]
         if small in variants and small != large:
             upto = _few_rounds_nbytes(small, large, world_size, one_host)
             table[collective].insert(0, Threshold(upto, topology, small))
