@@ -27,6 +27,7 @@ from .tuner import Tuner
 from .work import Turns
 
 NOTHING: Final = np.empty(0, np.uint8)
+_SHARED_SPINS: Final = 32  # turns given to others: 3 and 4 ranks on 2 cores take half the time that they take with none, no less with more
 _SPINS: Final = 2000  # about 2 ms: longer than a layer's lanes differ, shorter than anyone would mind
 
 
@@ -42,7 +43,7 @@ class Caller:
         self._tuner = Tuner(topology, order, group.world_size)
         self._control = Control(group.rank, group.control)
         self.recorder = Recorder(group.name, group.rank, group.world_size)
-        self._engine = Engine(self._control, self.counters, self.recorder, _spins(group))
+        self._engine = Engine(self._control, self.counters, self.recorder, *_spins(group))
         self._planner = Planner(group.rank, group.world_size, self._tuner, order, group.epoch, pipes, self.counters)
         self._programs = self._planner.programs
         self._messenger = Messenger(group.rank, group.p2p, self._control, self.counters, group.epoch)
@@ -244,11 +245,16 @@ def check_out(collective: str, out: Any, n_elements: int, dtype: DType) -> None:
         raise ValueError(f"{collective}: out has {math.prod(out.shape)} elements, the result has {n_elements}")
 
 
-def _spins(group: bootstrap.Group) -> int:
-    """Spinning pays while every rank of this host can have a core of its own, and ruins everything when not."""
+def _spins(group: bootstrap.Group) -> tuple[int, bool]:
+    """How often to look before sleeping, and whether ranks share cores: then every look gives way to the others.
+
+    Going to sleep and being woken takes longer than a small collective; a core that only spins keeps the others from theirs.
+    """
     me = group.members[group.rank]
     here = [m for m in group.members if m is not None and me is not None and m.host_id == me.host_id]
+    if len({m.pid for m in here}) < len(here):  # ranks that share one interpreter take turns anyway
+        return 0, True
     cores = {core for m in here for core in m.cores}
     quota = min((m.cpu_quota for m in here if m.cpu_quota is not None), default=float("inf"))
-    threads = len({m.pid for m in here}) < len(here)  # ranks that share one interpreter take turns anyway
-    return 0 if threads or len(here) > min(len(cores), quota) else _SPINS
+    shared = len(here) > min(len(cores), quota)
+    return (_SHARED_SPINS if shared else _SPINS), shared

@@ -20,7 +20,7 @@ from .wire import SEQ, SEQ_OFFSET, numbered
 _set_seq = SEQ.pack_into
 
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
-_YIELD_MASK = 15  # give way to another process on this core at every 16th idle turn
+_YIELD_MASK = 15  # give way to another process on this core at every 16th idle turn, where ranks have cores of their own
 _DEADLINE_MASK = 127  # look at the clock at every 128th turn that moved something: a trickle must not outlast the deadline
 
 
@@ -57,14 +57,16 @@ class Engine:
         control: hears aborts and deaths while this rank sleeps, and finds the culprit when a deadline passes.
         counters: where seconds are added.
         recorder: where every operation leaves a line.
-        spins: how often to retry before sleeping in the kernel; 0 where ranks share cores.
+        spins: how often to retry before sleeping in the kernel.
+        shared: ranks share cores: give way at every turn, to whoever is waited for.
     """
 
-    def __init__(self, control: Control, counters: Counters, recorder: Recorder, spins: int) -> None:
+    def __init__(self, control: Control, counters: Counters, recorder: Recorder, spins: int, shared: bool = False) -> None:
         self._control, self._seconds = control, counters.phases
         self._record = recorder.record
         self._late = -1  # whom the present operation waited for last
         self.spins = spins
+        self._yield_mask = 0 if shared else _YIELD_MASK
 
     def run_direct(self, direct: Direct, data: Array, raw: Array | None, seq: int, timeout: float, started: float) -> None:
         """`run` for a program in its short form: one exchange with every peer, one fold, `data` in place.
@@ -115,11 +117,11 @@ class Engine:
 
     def _spin(self, pipe: Pipe, view: memoryview) -> int:
         """Read until something comes, or for as long as spinning is worth while. Returns the number of bytes."""
-        recv = pipe.recv
+        recv, mask = pipe.recv, self._yield_mask
         for idle in range(self.spins):
             if n := recv(view):
                 return n
-            if not idle & _YIELD_MASK:
+            if not idle & mask:
                 _yield()
         return 0
 
@@ -223,7 +225,7 @@ class Engine:
                 self._late = pending[0].peer if pending else unsent[0].peer
             idle += 1
             if idle <= self.spins:
-                if not idle & _YIELD_MASK:
+                if not idle & self._yield_mask:
                     _yield()
             elif poller is None:  # what came in before the doorbells were set would be slept through: look once more
                 poller = self._arm(pending, unsent)

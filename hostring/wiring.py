@@ -54,6 +54,7 @@ class Wiring:
         self._failure: BaseException | None = None
         self._reasons: dict[int, str] = {}
         self._greetings: OrderedDict[asyncio.Task[None], None] = OrderedDict()
+        self._dialling: set[asyncio.Task[Address]] = set()
         self._dropped = 0
         self._missing: set[Wire] = {*self.dials, *self.accepts}
         self._sessions: dict[int, bytes] = {}
@@ -115,6 +116,7 @@ class Wiring:
             for end_accepting in endings:
                 end_accepting()
             await end([*tasks, *self._greetings])
+            await end(self._dialling)  # a race that is cancelled a second time leaves its own behind
         if self._failure is not None:
             raise self._failure
 
@@ -234,7 +236,9 @@ class Wiring:
                 stagger = STAGGER
                 if queue:
                     address = queue.pop(0)
-                    running.add(asyncio.ensure_future(self._dial(peer, kind, address)))
+                    running.add(task := asyncio.ensure_future(self._dial(peer, kind, address)))
+                    self._dialling.add(task)
+                    task.add_done_callback(self._dialling.discard)
                     if address[0].startswith("@"):  # on this host: it answers, or is not there at all
                         stagger = HELLO_SECONDS
                 done, running = await asyncio.wait(running, timeout=stagger if queue else None, return_when=asyncio.FIRST_COMPLETED)
