@@ -157,7 +157,7 @@ def default_table(rules: Rules, order: str, world_size: int, *, one_host: bool) 
         table[collective] = [Threshold(WHOLE, topology, large, segment)]
         if small in variants and small != large:
             upto = _few_rounds_nbytes(small, large, world_size, one_host)
-            table[collective].insert(0, Threshold(upto, topology, small))
+            table[collective] = [Threshold(upto, topology, small), *(table[collective] if upto < WHOLE else [])]
     return table
 
 
@@ -166,6 +166,8 @@ def _few_rounds_nbytes(small: str, large: str, world_size: int, one_host: bool) 
     """Up to which size the variant with fewer rounds is the quicker one."""
     if one_host:
         return ONE_HOST_NBYTES.get(world_size, _ONE_HOST_MANY)
+    if world_size == 2:  # both send the same bytes, but one shot sends nothing but contributions, which may travel in 16 bits
+        return WHOLE
     network: Network = ethernet(max(2, world_size))
 
     def cost(variant: str, nbytes: int) -> Any:
