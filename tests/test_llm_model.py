@@ -73,9 +73,13 @@ def test_steps_through_the_cache_are_the_whole_sequence(family: str, tmp_path: P
         decoder(tokens[:, :1], cache)
 
 
+@pytest.mark.parametrize("threads", ["1", "2"])  # numpy multiplies, torch does
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_bound_row_is_the_decoder(family: str, dtype: str, tmp_path: Path, alone: hostring.Comm) -> None:
+def test_the_bound_row_is_the_decoder(
+    family: str, dtype: str, threads: str, tmp_path: Path, alone: hostring.Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", threads)
     model = build(open_checkpoint(save(hf_model(family), tmp_path)), alone, dtype=DTYPES[dtype])
     tokens, ours, theirs = tokens_of(1, 9), model.new_cache(), model.new_cache()
     with torch.inference_mode():
@@ -84,6 +88,23 @@ def test_the_bound_row_is_the_decoder(family: str, dtype: str, tmp_path: Path, a
         for token in (3, 77, 5):
             one = torch.tensor([[token]])
             assert_close(model.one_row(one, ours), model.decoder(one, theirs)[:, 0], dtype)
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_the_bound_row_copies_no_matrix(threads: str, tmp_path: Path, alone: hostring.Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", threads)
+    model = build(open_checkpoint(save(hf_model("llama"), tmp_path)), alone)
+    token = torch.tensor([[3]])
+    with torch.inference_mode():
+        before = model.one_row(token, model.new_cache())
+        kept = before.clone()
+        for name, weight in model.decoder.named_parameters():
+            if weight.dim() == 2 and "embed" not in name:
+                weight.mul_(-0.5)
+        after = model.one_row(token, model.new_cache())
+        assert_close(after, model.decoder(token, model.new_cache())[:, 0])
+    assert torch.equal(before, kept)
+    assert not torch.equal(before, after)
 
 
 def test_a_whole_decoder_has_a_bound_row_too() -> None:

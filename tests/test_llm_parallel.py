@@ -208,9 +208,13 @@ def test_a_decoder_in_memory_is_cut_up_without_touching_it(run_ranks: Ranks) -> 
     assert all(torch.equal(t, before[n]) for n, t in whole.state_dict().items())
 
 
+@pytest.mark.parametrize("threads", ["1", "2"])  # numpy multiplies the row, torch does
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("cuts", [(0, 3, 20), (0, 19, 20), (0, 7, 7, 20)])
-def test_the_layers_are_the_whole_matrix(cuts: tuple[int, ...], dtype: str, run_ranks: Ranks) -> None:
+def test_the_layers_are_the_whole_matrix(
+    cuts: tuple[int, ...], dtype: str, threads: str, run_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", threads)
     generator = torch.Generator().manual_seed(11)
     weight, bias, x = (torch.randn(*s, generator=generator) for s in ((20, 20), (20,), (4, 20)))
     kind = DTYPES[dtype]

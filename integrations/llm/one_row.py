@@ -2,7 +2,8 @@
 
 At one row the matrices are bound by memory, and the small operations between them by the cost of a call, which caches
 filled with weights make two to three times dearer than a benchmark of the call alone shows. `Decoder.forward` makes
-about 60 calls per layer; this makes half as many, without module dispatch.
+about 60 calls per layer; this makes half as many, without module dispatch. In f32, most of them are numpy's instead
+(`one_row_f32.py`): cheaper to call, but slow with f16, and without bf16.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hostring.integrations.llm.cache import KVCache, KVSlot
-from hostring.integrations.llm.qwen import Attention, Decoder, Layer, RMSNorm, Rope
-
-Rows = Callable[[Tensor], Tensor]
+from hostring.integrations.llm.one_row_f32 import RowF32, weight_of_heads
+from hostring.integrations.llm.qwen import Attention, Decoder, Layer, RMSNorm
+from hostring.integrations.llm.tensor_parallel import RowParallelLinear, Rows
 
 
 def bound(module: nn.Module) -> Rows:
@@ -42,8 +43,8 @@ def norm_of_heads(attention: Attention) -> Rows | None:
     """QK-norm of one row's heads, shape (heads + 2 kv_heads, head_dim): queries and keys; values stay."""
     if attention.q_norm is None or attention.k_norm is None:
         return None
-    q_norm, k_norm, kv_heads = attention.q_norm, attention.k_norm, attention.kv_heads
-    weight = torch.cat((q_norm.weight.expand(attention.heads, -1), k_norm.weight.expand(kv_heads, -1))).detach()
+    q_norm, kv_heads = attention.q_norm, attention.kv_heads
+    weight = weight_of_heads(attention, q_norm, attention.k_norm)
     eps, inverse_width, turning = q_norm.eps, q_norm.inverse_width, attention.heads + kv_heads
 
     def apply(x: Tensor) -> Tensor:
@@ -90,23 +91,38 @@ class _LayerRow:
         return h + self.down(F.silu(gate) * up)
 
 
+class _Row:
+    """All layers, bound, in any dtype."""
+
+    def __init__(self, decoder: Decoder, layers: list[Layer]) -> None:
+        self.layers = [_LayerRow(layer) for layer in layers]
+        self.norm = norm_of_row(decoder.norm)
+        self.head = bound(decoder.head)
+
+    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, slots: list[KVSlot]) -> Tensor:
+        for layer, slot in zip(self.layers, slots, strict=True):
+            h = layer(h, cos, sin, slot)
+        return self.head(self.norm(h)).float()
+
+
 class OneRow:
     """`Decoder.forward(token, cache, last_only=True)` for one token of one sequence.
 
-    Built once the weights are final: what it binds is not looked up again.
+    Built once the weights are final and torch's number of threads is set: what it binds is not looked up again.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        self.layers = [_LayerRow(layer) for layer in decoder.layers if isinstance(layer, Layer)]
-        self.norm = norm_of_row(decoder.norm)
-        self.head = bound(decoder.head)
+        layers = [layer for layer in decoder.layers if isinstance(layer, Layer)]
+        o_proj = layers[0].attention.o_proj
+        self.row: _Row | RowF32
+        if isinstance(o_proj, RowParallelLinear) and o_proj.dtype == torch.float32:
+            self.row = RowF32(decoder, layers, o_proj.reducer)
+        else:
+            self.row = _Row(decoder, layers)
 
     def __call__(self, token: Tensor, cache: KVCache) -> Tensor:
         """Logits of the next token, f32. token: (1, 1). Returns shape (1, local vocabulary)."""
-        rope: Rope = self.decoder.rotary.at(cache.length, 1)
-        cos, sin = rope[0][0], rope[1][0]  # (heads + 2 kv_heads, head_dim)
-        h: Tensor = self.decoder.embed(token)[0]
-        for layer, slot in zip(self.layers, cache.extend(1), strict=True):
-            h = layer(h, cos, sin, slot)
-        return self.head(self.norm(h)).float()
+        cos, sin = self.decoder.rotary.at(cache.length, 1)
+        h: Tensor = self.decoder.embed(token)
+        return self.row(h[0], cos[0], sin[0], cache.extend(1))  # cos and sin: (heads + 2 kv_heads, head_dim)

@@ -27,7 +27,7 @@ class Span:
     Attributes:
         layer: which.
         region: "attention" or "mlp".
-        operations: torch operations that compute; views and casts that move nothing are not counted.
+        operations: torch operations of `Decoder.forward` that compute; views and casts that move nothing are not counted.
         seconds: the median over the steps that were measured.
     """
 
@@ -96,7 +96,7 @@ def _one_step(model: ShardedModel, token: Tensor, cache: Any, counting: _Countin
             model.step(token, cache)
         else:
             with counting:
-                model.step(token, cache)
+                model.decoder(token, cache, last_only=True)  # `step` fuses some, and torch doesn't see what it leaves to numpy
     finally:
         model.reducer.comm = model.comm
     return boundaries
