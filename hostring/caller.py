@@ -14,7 +14,7 @@ import numpy as np
 from . import bootstrap, forked
 from .control import Control, again
 from .counters import STAGE, Counters
-from .dtypes import Array, DType, carrier, check_op
+from .dtypes import BFLOAT16, Array, DType, carrier, check_op
 from .engine import Engine
 from .errors import GroupClosedError, HostringError
 from .fold import divide
@@ -125,7 +125,10 @@ class Caller:
         data = self._planner.room(n_elements, wire)
         if view is None:
             adapter.reuse(x, data)
-        adapter.to_wire(x, data)
+        if view is not None and view.dtype == BFLOAT16:
+            np.copyto(data, view)  # faster than any library's own
+        else:
+            adapter.to_wire(x, data)
         raw = view.view(carrier(view.dtype)) if view is not None and view.dtype != wire else None
         return data, raw
 
