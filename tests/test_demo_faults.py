@@ -190,7 +190,7 @@ def test_a_killed_rank_is_named_and_the_next_prompt_is_answered(
 def test_a_stopped_rank_is_ended_and_started_again(
     run: Callable[..., Running], answers: list[tuple[list[int], str]], tmp_path: Path
 ) -> None:
-    file, timeout = tmp_path / "out.json", 10.0
+    file, timeout = tmp_path / "out.json", 5.0
     args = ("--no-controls", "--max-tokens", str(MANY), "--json", str(file), "--timeout", str(timeout))
     demo = run("demo", "--ranks", "3", *GREEDY, *args, *[arg for prompt in PROMPTS for arg in ("--prompt", prompt)])
     demo.wait_for(in_mid_answer)

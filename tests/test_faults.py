@@ -89,7 +89,7 @@ class Outcome:
 
 
 def inputs(cell: Cell) -> list[np.ndarray]:
-    n_elements = N_ELEMENTS // 6 if cell.fault == "fragments" else N_ELEMENTS  # each byte is a system call
+    n_elements = N_ELEMENTS // 10 if cell.fault == "fragments" else N_ELEMENTS  # each byte is a system call
     return rank_distinct(cell.world_size, n_elements, np.float32, seed=5)
 
 
