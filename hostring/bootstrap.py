@@ -210,7 +210,7 @@ def rejoin(config: Config, *, neighbours: Neighbours, contract: Mapping[str, Any
     with contextlib.ExitStack() as undo:
         store, leave = open_store(config, deadline, Progress(config.rank, deadline))
         undo.callback(leave)
-        seat = Regrouping(store, config.name, config.rank, 1, lambda: 0, deadline).come_back()
+        seat = Regrouping(store, config.name, config.rank, 1, lambda: 0, deadline, config.world_size).come_back()
         group = _seated(config, store, seat, neighbours, contract, deadline)
         group._leave.callback(undo.pop_all().close)
         return group

@@ -6,7 +6,8 @@ So survivors keep their order, and a process that comes back as rank k stands wh
 A generation is one attempt. Whoever wants to be in it registers under the next free number and shows from time to time that
 it is still there; the first survivor to register leads: it waits until enough are there, and writes the list of those. A
 generation whose leader falls silent is given up for the next one. A rank that dies after the list was written spoils the
-generation when its links are made; whoever is left meets again in a later one.
+generation when its links are made; whoever is left meets again in a later one. Where every rank of the group asks to come back,
+nobody is left to open a generation: then the one that asks for rank 0 does.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Regrouping:
         min_ranks: how many must be there. Every survivor should name the same number.
         survivors: how many other members of the old group are known to be alive, asked again and again; None when nobody knows.
         deadline: monotonic time.
-        expected: how many the old group had; where nobody knows who survives, nobody is waited for beyond that.
+        expected: how many the old group had; where nobody knows who survives, nobody is waited for beyond that, and as many
+            newcomers know that nobody survived.
     """
 
     def __init__(
@@ -122,12 +124,13 @@ class Regrouping:
                 self._wait_a_little(f"for the store to come back ({exc})")
 
     def come_back(self) -> Seat:
-        """Take part as a process that was not a member: in a generation that the survivors open.
+        """Take part as a process that was not a member: in a generation that the survivors open, or one that all newcomers form.
 
         Raises:
             RendezvousError: none was opened in time.
         """
         tried = 0
+        lobby = [_Pulse(self._store, f"{self._prefix}/lobby/{claim}") for claim in range(self._expected)]
         while True:
             try:
                 generation = self._latest(tried)
@@ -135,6 +138,11 @@ class Regrouping:
                     tried = generation
                     if (seat := self._register(generation)) is not None:
                         return seat
+                if self._claim < len(lobby):
+                    lobby[self._claim].beat()
+                if self._claim == 0 and sum(pulse.lives() for pulse in lobby[1:]) == len(lobby) - 1:  # each is asked, to be heard
+                    self._min_ranks = self._expected
+                    return self.survive(generation + 1)
             except ConnectionError as exc:
                 if isinstance(exc, RendezvousError):
                     raise

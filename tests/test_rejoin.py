@@ -204,6 +204,18 @@ def test_a_rank_that_dies_while_the_group_is_rebuilt_spoils_one_attempt_only(mon
     assert died.is_set()
 
 
+def test_where_all_ranks_ask_to_come_back_they_form_the_group() -> None:
+    """Each had given up while the others were still there; started again, none of them is a survivor."""
+    store = MemoryStore()
+
+    def newcomer(rank: int) -> tuple[int, float]:
+        time.sleep(0.3 * rank)
+        with hostring.init(rank, 3, store=store, transport="tcp", timeout=20, rejoin=True) as comm:
+            return comm.rank, float(comm.all_reduce(np.array([10.0**rank]))[0])
+
+    assert in_ranks([lambda: newcomer(0), lambda: newcomer(1), lambda: newcomer(2)]) == [(0, 111.0), (1, 111.0), (2, 111.0)]
+
+
 def test_a_leader_that_falls_silent_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     from hostring import elastic
 
