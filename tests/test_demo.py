@@ -62,7 +62,7 @@ def test_two_unlike_ranks_by_default_with_both_controls(tmp_path: Path) -> None:
         assert phase in shown
 
 
-@pytest.mark.parametrize(("ranks", "topology"), [(2, "ring"), (3, "mesh"), (3, "star")])
+@pytest.mark.parametrize(("ranks", "topology"), [(2, "ring"), (3, "mesh"), (3, "star"), (3, "tree")])
 def test_float32_ranks_write_what_one_rank_writes(tmp_path: Path, ranks: int, topology: str) -> None:
     args = ("--ranks", str(ranks), "--dtypes", "float32", "--temperature", "0", "--max-tokens", "64", "--topology", topology)
     result, _ = run_demo(tmp_path, *args, "--prompt", "And God said unto them,")
@@ -72,6 +72,23 @@ def test_float32_ranks_write_what_one_rank_writes(tmp_path: Path, ranks: int, to
     assert alone["tokens"] == result["tokens"]
     assert alone["tokens_in_common"] == 64
     assert result["controls"]["same_dtype"]["is_the_run_itself"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--ranks", "99"), "99 ranks can't share 5 KV-head groups"),
+        (("--json", "{}/none/x.json"), "there is no directory"),
+        (("--topology", "cube"), "topology='cube' is unknown"),
+    ],
+)
+def test_mistakes_are_told_before_a_rank_is_started(tmp_path: Path, args: tuple[str, ...], words: str) -> None:
+    command = [sys.executable, "-m", "hostring", "demo", *(arg.format(tmp_path) for arg in args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "ready" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_generate_does_the_same_in_a_launched_group(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the most like
 TopK = Annotated[int, typer.Option(min=0, help="Choose among this many of the most likely tokens; 0 for all.")]
 TopP = Annotated[float, typer.Option(help="Choose among the most likely tokens that together have this probability.")]
 Seed = Annotated[int, typer.Option(help="Of the head rank's random numbers.")]
-TopologyName = Annotated[str, typer.Option(help="auto, mesh, ring, star or tree.")]
+TopologyName = Annotated[str, typer.Option(help="auto, mesh, ring, star or tree; a tree folds in its own order.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.", dir_okay=False)]
 
 
@@ -58,10 +58,12 @@ def demo(
     """
     from hostring.topologies import check_order
 
-    check_order(topology, "rank")
+    order = _order(topology)
+    check_order(topology, order)
+    _check_folder(json_file)
     controls = not chat if controls is None else controls
     job = _job(model, ranks, dtypes, prompt, max_tokens, temperature, top_k, top_p, seed, controls, chat, rejoin_timeout)
-    result = _load("demo").demo(job, topology=topology, timeout=timeout)
+    result = _load("demo").demo(job, topology=topology, order=order, timeout=timeout)
     _finish(result, json_file)
 
 
@@ -89,12 +91,24 @@ def generate(
     """
     import hostring
 
-    with hostring.init(topology=topology) as comm:
+    _check_folder(json_file)
+    with hostring.init(topology=topology, order=_order(topology)) as comm:
         ranks = comm.world_size
         job = _job(model, ranks, dtypes, prompt, max_tokens, temperature, top_k, top_p, seed, controls, chat, rejoin_timeout)
         result = _load("demo").generate(job, comm, stats=stats)
     if result is not None:
         _finish(result, json_file)
+
+
+def _order(topology: str) -> str:
+    """The only order that a tree holds, and the default for all others."""
+    return "tree" if topology == "tree" else "rank"
+
+
+def _check_folder(json_file: Path | None) -> None:
+    """Before the run, and not after it."""
+    if json_file is not None and not json_file.parent.is_dir():
+        raise FileNotFoundError(f"--json {json_file}: there is no directory {json_file.parent}; make it first")
 
 
 def _load(name: str) -> Any:

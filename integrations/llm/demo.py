@@ -25,7 +25,7 @@ _LAST_WORDS = 10.0  # seconds in which the head says what it has, once the run i
 _CHANNEL = "HOSTRING_DEMO_CHANNEL"
 
 
-def demo(job: Job, *, topology: str = "auto", timeout: float = 120.0) -> dict[str, Any]:
+def demo(job: Job, *, topology: str = "auto", order: str = "rank", timeout: float = 120.0) -> dict[str, Any]:
     """Run `job` on rank processes of this machine and show it. Returns the figures.
 
     A rank that is lost between the first prompt and the last is started again.
@@ -43,6 +43,7 @@ def demo(job: Job, *, topology: str = "auto", timeout: float = 120.0) -> dict[st
         env = {
             _CHANNEL: json.dumps({"port": port, "key": key.hex(), "job": job.to_json()}),
             "HOSTRING_TOPOLOGY": topology,
+            "HOSTRING_ORDER": order,
             "HOSTRING_TRANSPORT": "tcp",
             "HOSTRING_TIMEOUT": str(timeout),
             "OMP_NUM_THREADS": "1",

@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hostring.integrations.llm.shards import ShardPlan
+
 BUNDLED = Path(__file__).parent / "tiny"
 DTYPE_NAMES = ("float16", "bfloat16", "float32")
+_FEW = 8  # ranks that may be started to find out that the model has too few KV heads for them; for more, it is read here first
 _SHORT = {"f16": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32"}
 
 
@@ -67,7 +70,7 @@ def make_job(*, model: str | None, ranks: int | None, dtypes: str | None, prompt
         prompts, rest: the other attributes of `Job`.
 
     Raises:
-        ValueError: names that are unknown, or numbers that don't go together.
+        ValueError: names that are unknown, numbers that don't go together, or more ranks than the model has KV heads.
         FileNotFoundError: no such model.
     """
     path = BUNDLED if model is None else Path(model)
@@ -75,7 +78,12 @@ def make_job(*, model: str | None, ranks: int | None, dtypes: str | None, prompt
         raise FileNotFoundError(f"no model at {path}; give a GGUF file or a directory with config.json and model.safetensors")
     if ranks is not None and ranks < 1:
         raise ValueError(f"{ranks} ranks: at least one is needed")
-    return Job(str(path.absolute()), _dtypes(ranks, dtypes), tuple(prompts), **rest)
+    job = Job(str(path.absolute()), _dtypes(ranks, dtypes), tuple(prompts), **rest)
+    if job.ranks > _FEW:
+        from hostring.integrations.llm.weights import open_checkpoint
+
+        ShardPlan.balanced(open_checkpoint(path).config, job.ranks)
+    return job
 
 
 def _dtypes(ranks: int | None, text: str | None) -> tuple[str, ...]:
