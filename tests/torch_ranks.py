@@ -77,9 +77,14 @@ def _one(fn: Callable[..., Any], group: Group, args: tuple[Any, ...], kwargs: di
 
 
 class Pool:
-    """Workers, started when first needed, and started again when a test has left them in an unknown state."""
+    """Workers, started when first needed, and started again when a test has left them in an unknown state.
+
+    One time in ten, torch 2.13's gloo ends its process when a group is destroyed ("Resource deadlock avoided": a thread that joins
+    itself), also after it has answered. A death under gloo, or right after it, is therefore no verdict.
+    """
 
     def __init__(self) -> None:
+        self._gloo_was_here = False
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
         atexit.register(self.stop)
@@ -94,16 +99,27 @@ class Pool:
             env: a dict of variables that are set meanwhile.
             kwargs: besides those for `fn`: `seconds`, the group's timeout; `pg_options`.
         """
+        for _ in range(4):
+            excused, self._gloo_was_here = self._gloo_was_here or backend == "gloo", backend == "gloo"
+            outcome = self._once(world_size, (fn, backend, args, kwargs, env))
+            bad = {rank: words for rank, (kind, words) in enumerate(outcome) if kind != "ok"}
+            if not bad:
+                break
+            self.stop()
+            if not excused or all(kind != "died" for kind, _ in outcome):
+                break
+        if bad:
+            raise AssertionError("\n".join(f"rank {rank}: {words}" for rank, words in bad.items()))
+        return [value for _, value in outcome]
+
+    def _once(self, world_size: int, what: tuple[Any, ...]) -> list[tuple[str, Any]]:
+        fn, backend, args, kwargs, env = what
         self._grow(world_size)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
-                self._workers[rank][1].send((fn, Group(rank, world_size, backend, folder), args, dict(kwargs), env or {}))
-            outcome = self._collect(world_size)
-        bad = {rank: words for rank, (kind, words) in enumerate(outcome) if kind != "ok"}
-        if bad:
-            self.stop()
-            raise AssertionError("\n".join(f"rank {rank}: {words}" for rank, words in bad.items()))
-        return [value for _, value in outcome]
+                with contextlib.suppress(ConnectionError):  # it has died since its last answer: `_collect` will see
+                    self._workers[rank][1].send((fn, Group(rank, world_size, backend, folder), args, dict(kwargs), env or {}))
+            return self._collect(world_size)
 
     def _grow(self, world_size: int) -> None:
         while len(self._workers) < world_size:
@@ -123,7 +139,7 @@ class Pool:
                 continue
             try:
                 outcome.append(pipe.recv())
-            except EOFError:
+            except (EOFError, ConnectionError):
                 worker.join(5)
                 outcome.append(("died", f"exit code {worker.exitcode}"))
             if outcome[-1][0] != "ok":
