@@ -91,6 +91,13 @@ def test_mistakes_are_told_before_a_rank_is_started(tmp_path: Path, args: tuple[
     assert "Traceback" not in done.stderr
 
 
+def test_the_order_of_the_environment_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTRING_ORDER", "ring")
+    result, _ = run_demo(tmp_path, "--ranks", "3", "--topology", "ring", "--max-tokens", "4", "--no-controls")
+    assert result["order"] == "ring"
+    assert len(set(result["activation_sha256"])) == 1
+
+
 def test_generate_does_the_same_in_a_launched_group(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     args = ("--dtypes", "f16,bf16,f16", "--max-tokens", "16", "--json", str(file))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,8 +102,8 @@ def generate(
 
 
 def _order(topology: str) -> str:
-    """The only order that a tree holds, and the default for all others."""
-    return "tree" if topology == "tree" else "rank"
+    """The only order that a tree holds; for all others what the environment says, or the default."""
+    return "tree" if topology == "tree" else os.environ.get("HOSTRING_ORDER") or "rank"
 
 
 def _check_folder(json_file: Path | None) -> None:
