@@ -83,7 +83,7 @@ class Comm(Caller):
         if view is not None:
             program = self._programs.get((view.size, view.dtype, op, None))
             if program is not None and (direct := program.direct) is not None:
-                self._run_direct(direct, view, None, timeout, started)
+                self._run_direct(direct, view if program.carried is None else view.view(program.carried), None, timeout, started)
                 if op == "avg":
                     divide(view, self.world_size)
                 return x
@@ -93,12 +93,14 @@ class Comm(Caller):
         wire = wire_dtype(dtype)
         if self.world_size == 1:
             return self._alone("all_reduce", x)
-        if wire is dtype and view is not None:
-            program = self._planner.all_reduce(n_elements, wire, op, None)
-            self._run(program, Buffers(view, NOTHING), timeout, started)
-            if op == "avg":
-                divide(view, self.world_size)
-            return x
+        if view is not None:
+            planner = self._planner
+            whole = planner.all_reduce(n_elements, wire, op, None) if wire is dtype else planner.narrow(n_elements, dtype, op)
+            if whole is not None:
+                self._run(whole, Buffers(view.view(carrier(dtype)), NOTHING), timeout, started)
+                if op == "avg":
+                    divide(view, self.world_size)
+                return x
         data, raw = self._stage(adapter, x, view, wire)
         program = self._planner.all_reduce(n_elements, wire, op, None if raw is None else dtype)
         if (direct := program.direct) is not None:

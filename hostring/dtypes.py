@@ -32,6 +32,7 @@ DTYPES: Final[tuple[DType, ...]] = tuple(_dtype(name) for name in NAMES)
 CODES: Final[dict[DType, int]] = {dtype: code for code, dtype in enumerate(DTYPES)}
 BY_NAME: Final[dict[str, DType]] = dict(zip(NAMES, DTYPES, strict=True))
 FLOAT32: Final = np.dtype(np.float32)
+FLOAT16: Final = BY_NAME["float16"]
 BFLOAT16: Final = BY_NAME["bfloat16"]
 
 # Looked up by value: a copy of a dtype, such as `newbyteorder` makes, says that it is not built in.

@@ -198,7 +198,7 @@ class Engine:
                     progress = True
                     if i.done:
                         done = True
-                        if i.side is not None:
+                        if i.side is not None and fold_early:
                             i.convert(b)
             if done:
                 pending = [i for i in pending if not i.done]

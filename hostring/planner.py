@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from .counters import Counters
-from .dtypes import CODES, FLOAT32, Array, DType, kind_code
-from .fold import fold_functions
+from .dtypes import CODES, FLOAT32, Array, DType, kind_code, wire_dtype
+from .fold import fold_functions, narrow_sum
 from .program import Pipe, Program, Sides, scratch_layout
 from .schedule import Schedule
 from .topologies import TOPOLOGIES, collectives
@@ -40,7 +40,8 @@ class Planner:
     ) -> None:
         self._place = Place(rank, world_size, tuner.topology.next_hop)
         self._tuner, self._order, self._epoch, self._pipes, self._counters = tuner, order, epoch, pipes, counters
-        self.programs: dict[Any, Program] = {}  # all-reduces by (n_elements, wire dtype, op, raw dtype); the others begin with a name
+        # All-reduces by (n_elements, dtype that is folded, op, raw dtype or None); the others begin with a name.
+        self.programs: dict[Any, Program] = {}
         self._scratch = bytearray()
         self._sides = Sides()
         self._room = np.empty(0, np.uint8)
@@ -66,10 +67,28 @@ class Planner:
         return self.programs.get(key) or self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, raw))
 
     def _all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None) -> Program:
-        choice = self._tuner.all_reduce(n_elements, dtype.itemsize)
-        schedule = self._build(choice, n_elements, dtype.itemsize)
-        call = Call("all_reduce", op, CODES[dtype], self._order, n_elements, schedule=choice.code, epoch=self._epoch)
+        wire = wire_dtype(dtype)
+        choice = self._tuner.all_reduce(n_elements, wire.itemsize)
+        schedule = self._build(choice, n_elements, wire.itemsize)
+        call = Call("all_reduce", op, CODES[wire], self._order, n_elements, schedule=choice.code, epoch=self._epoch)
         return self._bind(schedule, call, dtype, raw)
+
+    def narrow(self, n_elements: int, dtype: DType, op: str) -> Program | None:
+        """An all-reduce that folds 16-bit contributions as they are, or None where that can't give the bits of float32.
+
+        It can for a sum of two contributions: float32 holds enough bits of it that rounding twice is rounding once
+        (Figueroa, When is double rounding innocuous?, SIGNUM Newsletter 30(3), 1995).
+        """
+        if self._place.world_size != 2 or op != "sum" or narrow_sum(dtype, n_elements) is None:
+            return None
+        key = (n_elements, dtype, op, None)
+        known = self.programs.get(key)
+        if known is not None:
+            return known
+        schedule = self.all_reduce_schedule(n_elements, FLOAT32.itemsize)
+        if schedule.sent_elements(raw=False) or not all(recv.raw for round_ in schedule.rounds for recv in round_.recvs):
+            return None
+        return self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, None))
 
     def reduction(self, collective: str, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: Any) -> Program:
         """A "reduce" to root `detail`, or a "reduce_scatter" into chunks of `detail` elements."""
@@ -142,7 +161,9 @@ class Planner:
         if needed > len(self._scratch):
             self._drop()
             self._scratch = bytearray(needed)
-        folds = None if call.op is None else fold_functions(call.op, dtype)
+        folds = None
+        if call.op is not None:
+            folds = fold_functions(call.op, dtype)
         sides = self._sides.block
         program = Program(schedule, call, dtype, folds, self._pipes, self._scratch, self._sides, raw, first_round)
         if self._sides.block is not sides:

@@ -12,9 +12,9 @@ from typing import Any, Final
 import numpy as np
 
 from .casting import bound_cast, cast
-from .dtypes import CODES, DTYPES, NAMES, Array, DType, carrier, kind_code
+from .dtypes import CODES, DTYPES, FLOAT32, NAMES, Array, DType, carrier, kind_code
 from .errors import CollectiveMismatch, ProtocolError
-from .fold import Expression, Fold2
+from .fold import Expression, Fold2, fold_functions, narrow_sum
 from .link import Buffer, Link
 from .schedule import DATA, OUT, Fold, Range, Recv, Round, Schedule, Send
 from .wire import EXPECTED_BYTES, HEADER_BYTES, SEQ, SEQ_OFFSET, Call, decode
@@ -248,17 +248,18 @@ class Incoming:
 
     def convert(self, b: Buffers) -> None:
         """Bring a payload of another dtype into place, rounding to nearest even where it must."""
-        assert self.side is not None
-        cast(self.spot.array(b).view(self.dtype), self._side_array())
+        if not self.program.narrow:
+            cast(self.spot.array(b).view(self.dtype), self.side_array())
 
-    def _side_array(self) -> Array:
+    def side_array(self) -> Array:
+        """The payload of another dtype, where it landed."""
         assert self.side is not None
         return np.frombuffer(self.side, self._payload_dtype(), self.n_elements, HEADER_BYTES)
 
     def bound_convert(self) -> Callable[[], Any] | None:
         """`convert` for a target in scratch, bound once and for all; None where nothing has to be converted."""
         assert self.spot.fixed is not None
-        return None if self.side is None else bound_cast(self.spot.fixed, self._side_array())
+        return None if self.side is None or self.program.narrow else bound_cast(self.spot.fixed, self.side_array())
 
 
 @dataclass
@@ -325,7 +326,12 @@ class Direct:
 
 
 class Program:
-    """See the module. `runs` counts completed runs; what each run moves is in `traffic`, by peer."""
+    """See the module. `runs` counts completed runs; what each run moves is in `traffic`, by peer.
+
+    Attributes:
+        narrow: contributions are 16-bit floats, and folded as such: the bits are those of folding in float32 and rounding, and
+            three casts are saved. Only a sum of two can be had so.
+    """
 
     def __init__(
         self, schedule: Schedule, call: Call, dtype: DType, folds: tuple[Fold2, Fold2] | None, pipes: Mapping[int, Pipe],
@@ -333,6 +339,8 @@ class Program:
         sides: Sides, raw_dtype: DType | None = None, first_round: int = 0,
     ) -> None:  # fmt: skip
         self.dtype, self.call, self._folds = dtype, call, folds
+        self.narrow = folds is not None and dtype != DTYPES[call.kind]
+        self.carried = carrier(dtype) if self.narrow else None  # what the caller's memory is seen as
         self.headers: list[bytearray] = []
         self.runs = 0
         self.seq = 0
@@ -480,7 +488,29 @@ class Program:
         read = (left,) if right is None else (left, right)
         needs = tuple(where[r] for r in read if r in where)
         after = any(s.what.buffer == out.buffer and max(s.what.start, out.start) < min(s.what.stop, out.stop) for s in sends)
+        if self.narrow and f is not None:  # this rank's contribution is where the sum goes
+            f = _NarrowSum(self.dtype, self.call.n_elements, self._origins[next(r for r in read if r != out)])
         return Step(f, self._spot(left), None if right is None else self._spot(right), self._spot(out), needs, after)
+
+
+class _NarrowSum:
+    """The fold of a narrow program. What came in another dtype than this rank's is added in float32, as everywhere else."""
+
+    def __init__(self, dtype: DType, n_elements: int, theirs: Incoming) -> None:
+        bind = narrow_sum(dtype, n_elements)
+        assert bind is not None
+        assert theirs.spot.fixed is not None
+        self._add, self._dtype, self._theirs = bind(theirs.spot.fixed), dtype, theirs
+
+    def __call__(self, left: Array, right: Array, out: Array) -> None:
+        if self._theirs.side is None:
+            self._add(out)
+            return
+        total, other = np.empty(out.size, FLOAT32), np.empty(out.size, FLOAT32)
+        cast(total, out.view(self._dtype))
+        cast(other, self._theirs.side_array())
+        fold_functions("sum", FLOAT32)[1](total, other, total)
+        cast(out.view(self._dtype), total)
 
 
 def _payload_nbytes(header: bytearray) -> int:

@@ -15,7 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 from .casting import copy, fresh, register_cast
-from .dtypes import BFLOAT16, BY_NAME, CODES, DTYPES, FLOAT32, Array, DType, name_of
+from .dtypes import BFLOAT16, BY_NAME, CODES, DTYPES, FLOAT16, FLOAT32, Array, DType, name_of
+from .fold import register_narrow_sum
 from .pinning import pin
 
 _MOST_REMEMBERED: Final = 64
@@ -92,8 +93,11 @@ class TorchAdapter(Adapter):
         self._numpy_of = {getattr(torch, name): dtype for name, dtype in BY_NAME.items() if hasattr(torch, name)}
         self._plain = (torch.Tensor, torch.nn.Parameter)
         self._over: dict[tuple[int, Any], tuple[Array, Any]] = {}
-        for source, target in ((BY_NAME["float16"], FLOAT32), (FLOAT32, BY_NAME["float16"]), (FLOAT32, BFLOAT16)):
+        for source, target in ((FLOAT16, FLOAT32), (FLOAT32, FLOAT16), (FLOAT32, BFLOAT16)):
             register_cast(source, target, self._bind_cast)  # numpy itself widens bfloat16 faster
+        for dtype, kind in ((FLOAT16, torch.float16), (BFLOAT16, torch.bfloat16)):
+            if self._adds_as_float32(kind):
+                register_narrow_sum(dtype, partial(self._bind_add, kind, int(np.array(np.nan, dtype).view(np.int16))))
 
     def dtype(self, x: Any) -> DType:
         dtype = self._numpy_of.get(x.dtype)
@@ -147,6 +151,30 @@ class TorchAdapter(Adapter):
         tensor = self._flat(wire).reshape(shape)
         self._over[key] = (wire, tensor)
         return tensor
+
+    def _bind_add(self, dtype: Any, nan: int, other: Array) -> Callable[[Array], None]:
+        """A narrow sum in torch's `dtype`, whose plain NaN has the bits `nan`: see `register_narrow_sum`."""
+        frombuffer, int16 = self._torch.frombuffer, self._torch.int16
+        theirs = frombuffer(other, dtype=dtype) if other.size else None
+
+        def add(total: Array) -> None:
+            if theirs is None:
+                return
+            sums = frombuffer(total, dtype=dtype)
+            largest = sums.add_(theirs).max().item()
+            if largest != largest:  # a NaN counts as the largest
+                sums.view(int16)[sums.isnan()] = nan
+
+        return add
+
+    def _adds_as_float32(self, dtype: Any) -> bool:
+        """Whether torch adds as a narrow sum must: a processor's own 16-bit instructions may flush subnormal numbers to zero."""
+        torch, small = self._torch, np.arange(1 << 9, dtype=np.int16)
+        every = np.arange(-1 << 15, 1 << 15, 1 << 6, dtype=np.int16)
+        left = torch.from_numpy(np.concatenate((every, small, small))).view(dtype)
+        right = torch.from_numpy(np.concatenate((every[::-1], small[::-1], small[::-1] | np.int16(-1 << 15)))).view(dtype)
+        wide = (left.float() + right.float()).to(dtype)
+        return bool(torch.equal((left + right).nan_to_num(0).view(torch.int16), wide.nan_to_num(0).view(torch.int16)))
 
     def _flat(self, wire: Array) -> Any:
         if wire.dtype.isbuiltin == 1:

@@ -17,9 +17,9 @@ from .rules import TUNED, Rules, Way, read_rules
 from .topologies import TOPOLOGIES, Topology
 
 SEGMENT_NBYTES: Final = 1 << 18  # fits the second-level cache twice, so that it is folded while hot
-ONE_HOST_SEGMENT_NBYTES: Final = 1 << 20  # of two shots on one machine, where a switch between processes costs more than a cache miss
+ONE_HOST_SEGMENT_NBYTES: Final = 1 << 20  # of a mesh on one machine, where a switch between processes costs more than a cache miss
 WHOLE: Final = 1 << 62
-ONE_HOST_NBYTES: Final = {2: 1 << 19, 3: 1 << 17, 4: 1 << 17}  # up to which one round beats two on one machine, by world size
+ONE_HOST_NBYTES: Final = {3: 1 << 17, 4: 1 << 17}  # up to which one round beats two on one machine, by world size
 _ONE_HOST_MANY: Final = 1 << 15  # for more ranks
 _SMALL: Final = {"mesh": "one_shot", "ring": "relay"}  # the variants with the fewest rounds
 _SIZES: Final = tuple(1 << k for k in range(6, 21))
@@ -157,17 +157,17 @@ def default_table(rules: Rules, order: str, world_size: int, *, one_host: bool) 
         table[collective] = [Threshold(WHOLE, topology, large, segment)]
         if small in variants and small != large:
             upto = _few_rounds_nbytes(small, large, world_size, one_host)
-            table[collective] = [Threshold(upto, topology, small), *(table[collective] if upto < WHOLE else [])]
+            table[collective] = [Threshold(upto, topology, small, segment), *(table[collective] if upto < WHOLE else [])]
     return table
 
 
 @lru_cache(maxsize=256)
 def _few_rounds_nbytes(small: str, large: str, world_size: int, one_host: bool) -> int:
     """Up to which size the variant with fewer rounds is the quicker one."""
-    if one_host:
-        return ONE_HOST_NBYTES.get(world_size, _ONE_HOST_MANY)
     if world_size == 2:  # both send the same bytes, but one shot sends nothing but contributions, which may travel in 16 bits
         return WHOLE
+    if one_host:
+        return ONE_HOST_NBYTES.get(world_size, _ONE_HOST_MANY)
     network: Network = ethernet(max(2, world_size))
 
     def cost(variant: str, nbytes: int) -> Any:

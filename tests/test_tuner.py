@@ -130,11 +130,12 @@ def test_defaults_cover_every_size_with_what_is_allowed(order, world_size, one_h
 
 
 def test_small_messages_take_one_round_and_large_ones_few_bytes():
-    for world_size in (2, 3, 4, 8):
+    for world_size in (3, 4, 8):
         tuner = Tuner("auto", "rank", world_size)
         assert tuner.all_reduce(1, 4).name == "mesh/one_shot"
         assert tuner.all_reduce(1 << 24, 4).name == "mesh/two_shot"
-    assert Tuner("auto", "rank", 2).all_reduce(1 << 15, 4).name == "mesh/one_shot", "128 KB between two ranks of a machine"
+    two = Tuner("auto", "rank", 2)
+    assert {two.all_reduce(1 << k, 4).name for k in range(26)} == {"mesh/one_shot"}, "two ranks send the same bytes either way"
 
 
 def test_a_table_is_checked_against_the_rules():
