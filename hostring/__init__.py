@@ -59,6 +59,7 @@ def init(
     *,
     topology: str | None = None,
     order: str | None = None,
+    wire: str | None = None,
     transport: str | None = None,
     timeout: float | None = None,
     store: Any = None,
@@ -75,6 +76,8 @@ def init(
         topology: auto, mesh, ring, star or tree, or rules such as "all_reduce:mesh/two_shot;broadcast:star" (docs/topologies.md).
             Never changes a bit of a result; "auto" picks by size.
         order: rank, ring or tree, the declared fold order, part of the group's contract.
+        wire: float32 (the default), or bfloat16: what float32 arrays contribute to reductions is rounded to bfloat16, so that
+            contributions travel in half the bytes; it is folded in float32 all the same. Part of the group's contract.
         transport: auto (shared memory within a host, TCP between hosts), tcp, unix, shm, or memory for ranks that are threads of one
             process.
         timeout: seconds for start-up, and for each operation unless it says otherwise. 120 by default.
@@ -89,11 +92,16 @@ def init(
     from . import bootstrap
     from .comm import Comm, contract, neighbours
     from .config import from_environment
+    from .orphans import end_with_launcher
 
-    config = from_environment(rank, world_size, topology=topology, order=order, transport=transport, timeout=timeout, store=store)
+    config = from_environment(
+        rank, world_size, topology=topology, order=order, wire=wire, transport=transport, timeout=timeout, store=store
+    )
+    end_with_launcher()
+    declared = contract(config.topology, config.order, config.wire)
     form = bootstrap.rejoin if (os.environ.get("HOSTRING_REJOIN") == "1" if rejoin is None else rejoin) else bootstrap.connect
-    group = form(config, neighbours=neighbours(config.topology, config.order), contract=contract(config.topology, config.order))
-    return Comm(group, topology=config.topology, order=config.order, timeout=config.timeout)
+    group = form(config, neighbours=neighbours(config.topology, config.order), contract=declared)
+    return Comm(group, topology=config.topology, order=config.order, wire=config.wire, timeout=config.timeout)
 
 
 torch_hook.arrange()

@@ -12,9 +12,10 @@ from typing import Any, Final
 import numpy as np
 
 from . import bootstrap, forked
+from .casting import cast
 from .control import Control, again
 from .counters import STAGE, Counters
-from .dtypes import BFLOAT16, Array, DType, carrier, check_op
+from .dtypes import BFLOAT16, FLOAT32, Array, DType, carrier, check_op, wire_dtype
 from .engine import Engine
 from .errors import GroupClosedError, HostringError
 from .fold import divide
@@ -28,15 +29,17 @@ from .work import Turns
 
 NOTHING: Final = np.empty(0, np.uint8)
 _SHARED_SPINS: Final = 32  # turns given to others: 3 and 4 ranks on 2 cores take half the time that they take with none, no less with more
+_FEW: Final = 1 << 12  # elements that numpy rounds before another library has begun
 _SPINS: Final = 2000  # about 2 ms: longer than a layer's lanes differ, shorter than anyone would mind
 
 
 class Caller:
     """The state of one group at one rank, and the steps that its collectives share."""
 
-    def __init__(self, group: bootstrap.Group, *, topology: str, order: str, timeout: float) -> None:
+    def __init__(self, group: bootstrap.Group, *, topology: str, order: str, wire: str, timeout: float) -> None:
         self.rank, self.world_size = group.rank, group.world_size
-        self.order, self.topology, self.timeout = order, topology, timeout
+        self.order, self.wire, self.topology, self.timeout = order, wire, topology, timeout
+        self._rounds = wire != "float32"
         pipes = {peer: Pipe(link) for peer, link in group.data.items()}
         self.counters = Counters(pipes)
         self._group = group
@@ -119,8 +122,22 @@ class Caller:
         self.recorder.dump(str(cause))
         return again(cause) if isinstance(exc, HostringError) else exc
 
-    def _stage(self, adapter: Adapter, x: Any, view: Array | None, wire: DType) -> tuple[Array, Array | None]:
-        """`x` as a flat wire array in reused memory, and its own bits when they may travel raw."""
+    def _travels_as(self, dtype: DType) -> DType:
+        """The dtype of a contribution of `dtype` on its way."""
+        return BFLOAT16 if self._rounds and dtype == FLOAT32 else dtype
+
+    def _stage(self, adapter: Adapter, x: Any, view: Array | None, own: DType, in_place: bool = False) -> tuple[Array, Array | None]:
+        """What `x` contributes, as a flat wire array, and in its own bits when they may travel raw.
+
+        Args:
+            own: the dtype that it travels in.
+            in_place: `x` will hold the result, and may be rounded where it is.
+        """
+        wire = wire_dtype(own)
+        if view is not None and own == wire:
+            return view, None
+        if view is not None and view.dtype == wire and in_place:
+            return view, self._round(view, 0)
         n_elements = math.prod(x.shape) if view is None else view.size
         data = self._planner.room(n_elements, wire)
         if view is None:
@@ -129,8 +146,19 @@ class Caller:
             np.copyto(data, view)  # faster than any library's own
         else:
             adapter.to_wire(x, data)
-        raw = view.view(carrier(view.dtype)) if view is not None and view.dtype != wire else None
-        return data, raw
+        if own != wire and adapter.dtype(x) == wire:
+            return data, self._round(data, data.nbytes)
+        return data, view.view(carrier(view.dtype)) if view is not None and view.dtype != wire else None
+
+    def _round(self, data: Array, after: int) -> Array:
+        """Round `data` to what it travels as, in place, and return it so, in reused memory behind the first `after` bytes."""
+        raw = self._planner.room(data.size, BFLOAT16, after)
+        if data.size <= _FEW:
+            np.copyto(raw, data, casting="unsafe")
+        else:
+            cast(raw, data)
+        np.copyto(data, raw)
+        return raw.view(carrier(BFLOAT16))
 
     def _unstage(self, adapter: Adapter, data: Array, x: Any, op: str) -> Any:
         before = perf_counter()

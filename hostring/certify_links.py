@@ -12,6 +12,7 @@ from . import bootstrap
 from .certify import NotCertified
 from .comm import Comm, contract, neighbours
 from .config import Config
+from .dtypes import BY_NAME
 from .fold import Expression, expression
 from .schedule import split_evenly
 from .store import MemoryStore
@@ -44,13 +45,15 @@ def _evaluate(node: Expression) -> Floats:
 
 
 def certify_on_links(
-    topology: str, variant: str, order: str, world_size: int, sizes: Sequence[int], segment: int, transport: str = "tcp"
-) -> int:
+    topology: str, variant: str, order: str, world_size: int, sizes: Sequence[int], segment: int, transport: str = "tcp",
+    wire: str = "float32",
+) -> int:  # fmt: skip
     """Run one all-reduce variant on ranks that are threads, over loopback, and compare the bits on every rank.
 
     Args:
         sizes: numbers of elements, one all-reduce each.
         segment: elements of a pipelined piece.
+        wire: see `hostring.init`.
 
     Returns:
         the number of results compared: one per rank and size.
@@ -63,7 +66,7 @@ def certify_on_links(
 
     def body(rank: int) -> None:
         try:
-            with _join(rank, world_size, topology, order, transport, store) as comm:
+            with _join(rank, world_size, topology, order, transport, wire, store) as comm:
                 comm._tuner.force(variant, segment)
                 wrong = [fault for n_elements in sizes if (fault := _compare(comm, n_elements))]
                 comm.barrier()  # nobody leaves while another still folds
@@ -86,17 +89,17 @@ def certify_on_links(
     return world_size * len(sizes)
 
 
-def _join(rank: int, world_size: int, topology: str, order: str, transport: str, store: MemoryStore) -> Comm:
+def _join(rank: int, world_size: int, topology: str, order: str, transport: str, wire: str, store: MemoryStore) -> Comm:
     config = Config(rank, world_size, topology=topology, order=order, transport=transport, timeout=_DEADLINE / 2, store=store)
-    group = bootstrap.connect(config, neighbours=neighbours(topology, order), contract=contract(topology, order))
-    return Comm(group, topology=topology, order=order, timeout=config.timeout)
+    group = bootstrap.connect(config, neighbours=neighbours(topology, order), contract=contract(topology, order, wire))
+    return Comm(group, topology=topology, order=order, wire=wire, timeout=config.timeout)
 
 
 def _compare(comm: Comm, n_elements: int) -> str:
     """One all-reduce. Returns what is wrong with the result, empty when nothing is."""
     rows = contributions(comm.world_size, n_elements)
     got: Floats = comm.all_reduce(rows[comm.rank].copy())
-    want = numpy_fold(rows, comm.order)
+    want = numpy_fold(rows.astype(BY_NAME[comm.wire]).astype(np.float32), comm.order)
     wrong = np.flatnonzero(got.view(np.uint32) != want.view(np.uint32))
     if not wrong.size:
         return ""

@@ -25,6 +25,7 @@ from .schedule import Schedule, split_evenly
 from .staging import ADAPTERS, adapter_for
 from .topologies import TOPOLOGIES
 
+WIRES: Final = ("float32", "bfloat16")
 _DECISION_ROUND: Final = 1 << 20  # the rounds of a decision's second half, apart from those of its first
 
 
@@ -36,11 +37,12 @@ class Comm(Caller):
 
     Attributes:
         rank: this process's index. world_size: how many there are.
-        order: the declared fold order; topology: what was asked for; counters: see `Counters`.
+        order: the declared fold order; wire: what float32 contributions are rounded to; topology: what was asked for.
+        counters: see `Counters`.
     """
 
-    def __init__(self, group: bootstrap.Group, *, topology: str, order: str, timeout: float) -> None:
-        super().__init__(group, topology=topology, order=order, timeout=timeout)
+    def __init__(self, group: bootstrap.Group, *, topology: str, order: str, timeout: float, wire: str = "float32") -> None:
+        super().__init__(group, topology=topology, order=order, wire=wire, timeout=timeout)
         try:
             agree(self)
         except BaseException as exc:
@@ -93,23 +95,27 @@ class Comm(Caller):
         wire = wire_dtype(dtype)
         if self.world_size == 1:
             return self._alone("all_reduce", x)
-        if view is not None:
+        own = self._travels_as(dtype)
+        if view is not None and own == dtype:
             planner = self._planner
             whole = planner.all_reduce(n_elements, wire, op, None) if wire is dtype else planner.narrow(n_elements, dtype, op)
             if whole is not None:
                 self._run(whole, Buffers(view.view(carrier(dtype)), NOTHING), timeout, started)
-                if op == "avg":
-                    divide(view, self.world_size)
-                return x
-        data, raw = self._stage(adapter, x, view, wire)
-        program = self._planner.all_reduce(n_elements, wire, op, None if raw is None else dtype)
+                return self._finish_in_place(view, x, op)
+        data, raw = self._stage(adapter, x, view, own, in_place=True)
+        program = self._planner.all_reduce(n_elements, wire, op, None if raw is None else own)
         if (direct := program.direct) is not None:
             staged = perf_counter()
             self.counters.phases[STAGE] += staged - started
             self._run_direct(direct, data, raw, timeout, staged)
         else:
             self._run(program, Buffers(data, NOTHING, raw), timeout, started)
-        return self._unstage(adapter, data, x, op)
+        return self._finish_in_place(data, x, op) if data is view else self._unstage(adapter, data, x, op)
+
+    def _finish_in_place(self, data: Array, x: Any, op: str) -> Any:
+        if op == "avg":
+            divide(data, self.world_size)
+        return x
 
     def reduce(self, x: Any, root: int = 0, op: str = "sum", *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Like `all_reduce`, but only `root` gets the result; `x` of the others is left as it is and returned."""
@@ -124,20 +130,13 @@ class Comm(Caller):
             return self._alone("reduce", x)
         view = adapter.view(x)
         dtype = adapter.dtype(x)
-        wire = wire_dtype(dtype)
-        if view is None or wire != dtype:
-            data, raw = self._stage(adapter, x, view, wire)
-        else:
-            data, raw = view, None
-        program = self._planner.reduction("reduce", data.size, wire, op, None if raw is None else dtype, root)
+        own = self._travels_as(dtype)
+        data, raw = self._stage(adapter, x, view, own)
+        program = self._planner.reduction("reduce", data.size, data.dtype, op, None if raw is None else own, root)
         self._run(program, Buffers(data, NOTHING, raw), timeout, started)
         if self.rank != root:
             return x
-        if data is not view:
-            return self._unstage(adapter, data, x, op)
-        if op == "avg":
-            divide(data, self.world_size)
-        return x
+        return self._finish_in_place(data, x, op) if data is view else self._unstage(adapter, data, x, op)
 
     def reduce_scatter(
         self,
@@ -167,12 +166,9 @@ class Comm(Caller):
         started = perf_counter()
         adapter = adapter_for(x)
         view, dtype = adapter.view(x), adapter.dtype(x)
-        wire = wire_dtype(dtype)
+        wire, own = wire_dtype(dtype), self._travels_as(dtype)
         width = math.prod(x.shape[1:])
-        if view is None or wire != dtype:
-            data, raw = self._stage(adapter, x, view, wire)
-        else:
-            data, raw = view, None
+        data, raw = self._stage(adapter, x, view, own if self.world_size > 1 else dtype)
         counts = tuple(r * width for r in rows)
         check_out("reduce_scatter", out, counts[self.rank], dtype)
         result = np.empty(counts[self.rank], wire)
@@ -180,7 +176,7 @@ class Comm(Caller):
             result[...] = data
             self._alone("reduce_scatter", x)
         else:
-            program = self._planner.reduction("reduce_scatter", data.size, wire, op, None if raw is None else dtype, counts)
+            program = self._planner.reduction("reduce_scatter", data.size, wire, op, None if raw is None else own, counts)
             self._run(program, Buffers(data, result, raw), timeout, started)
         if op == "avg":
             divide(result, self.world_size)
@@ -433,10 +429,10 @@ class Comm(Caller):
             members.index(self.rank),
             len(members),
             neighbours=neighbours(topology, order),
-            contract=contract(topology, order),
+            contract=contract(topology, order, self.wire),
             exchange=lambda payload: [all_of_them[r] for all_of_them in [self._exchange(payload)] for r in members],
         )
-        return Comm(group, topology=topology, order=order, timeout=self.timeout)
+        return Comm(group, topology=topology, order=order, wire=self.wire, timeout=self.timeout)
 
     def _exchange(self, payload: bytes) -> list[bytes]:
         """Give a few bytes to all ranks of this group."""
@@ -481,10 +477,10 @@ class Comm(Caller):
             min_ranks=min_ranks,
             timeout=self.timeout if timeout is None else timeout,
             neighbours=neighbours(self.topology, self.order),
-            contract=contract(self.topology, self.order),
+            contract=contract(self.topology, self.order, self.wire),
         )
         self._released = True
-        return Comm(group, topology=self.topology, order=self.order, timeout=self.timeout)
+        return Comm(group, topology=self.topology, order=self.order, wire=self.wire, timeout=self.timeout)
 
     def close(self) -> None:
         """Work off what was accepted, say goodbye, and close all links. Idempotent. Other ranks that still wait for this one fail."""
@@ -537,7 +533,7 @@ class Comm(Caller):
         own = BY_NAME[dtype] if isinstance(dtype, str) else np.dtype(dtype)
         wire, n = wire_dtype(own), self.world_size
         if collective == "all_reduce":
-            return _payload(self._planner.all_reduce_schedule(n_elements, wire.itemsize), own, wire)
+            return _payload(self._planner.all_reduce_schedule(n_elements, wire.itemsize), self._travels_as(own), wire)
         shares = (n_elements,) * n
         parts = tuple(stop - start for start, stop in split_evenly(n_elements, n))
         steps: dict[str, list[tuple[str, Any]]] = {
@@ -553,7 +549,9 @@ class Comm(Caller):
         }
         if collective not in steps:
             raise ValueError(f"collective={collective!r} is unknown; use all_reduce, {', '.join(steps)}")
-        moved = wire if collective.startswith("reduce") else own
+        moved = own
+        if collective.startswith("reduce"):
+            moved, own = wire, self._travels_as(own)
         return sum(_payload(self._planner.schedule(name, n_elements, detail, moved), own, moved) for name, detail in steps[collective])
 
 
@@ -561,9 +559,15 @@ def _payload(schedule: Schedule, own: DType, wire: DType) -> int:
     return schedule.sent_elements(raw=True) * own.itemsize + schedule.sent_elements(raw=False) * wire.itemsize
 
 
-def contract(topology: str, order: str) -> dict[str, Any]:
-    """What all ranks must have agreed on before the first byte: checked in the hello."""
-    return {"order": order, "topology": topology, "wire": "f32"}
+def contract(topology: str, order: str, wire: str = "float32") -> dict[str, Any]:
+    """What all ranks must have agreed on before the first byte: checked in the hello.
+
+    Raises:
+        ValueError: no such wire.
+    """
+    if wire not in WIRES:
+        raise ValueError(f"wire={wire!r} is unknown; use {' or '.join(WIRES)}")
+    return {"order": order, "topology": topology, "wire": wire}
 
 
 def neighbours(topology: str, order: str) -> Callable[[int, int], set[int]]:

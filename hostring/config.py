@@ -40,7 +40,7 @@ class Config:
         world_size: number of ranks.
         local_rank: this rank among those of its host, where the launcher says so.
         name: of the group, part of every key in the store.
-        topology, order, transport: as in `hostring.init`.
+        topology, order, wire, transport: as in `hostring.init`.
         timeout: seconds for start-up, and for an operation unless it says otherwise.
         interface: which addresses to offer, see `hostring.addresses.choose`.
         secret: shared by the group. Never logged.
@@ -59,6 +59,7 @@ class Config:
     name: str = "world"
     topology: str = "auto"
     order: str = "rank"
+    wire: str = "float32"
     transport: str = "auto"
     timeout: float = 120.0
     interface: str | None = None
@@ -79,6 +80,7 @@ def from_environment(
     *,
     topology: str | None = None,
     order: str | None = None,
+    wire: str | None = None,
     transport: str | None = None,
     timeout: float | None = None,
     store: Any = None,
@@ -86,8 +88,8 @@ def from_environment(
 ) -> Config:
     """Complete what the caller gave from RING_CONFIG, else from what the launcher set; a world of one when there is nothing.
 
-    An argument wins over its variable: HOSTRING_TOPOLOGY, HOSTRING_ORDER, HOSTRING_TRANSPORT, HOSTRING_TIMEOUT. None, and
-    "auto" for topology and transport, leave the choice to the variable. HOSTRING_SECRET and HOSTRING_INTERFACE have no
+    An argument wins over its variable: HOSTRING_TOPOLOGY, HOSTRING_ORDER, HOSTRING_WIRE, HOSTRING_TRANSPORT, HOSTRING_TIMEOUT.
+    None, and "auto" for topology and transport, leave the choice to the variable. HOSTRING_SECRET and HOSTRING_INTERFACE have no
     argument.
 
     Raises:
@@ -96,6 +98,7 @@ def from_environment(
     common: dict[str, Any] = {
         "topology": _chosen(topology, environ, "HOSTRING_TOPOLOGY", "auto"),
         "order": _chosen(order, environ, "HOSTRING_ORDER", "rank"),
+        "wire": _chosen(wire, environ, "HOSTRING_WIRE", "float32"),
         "transport": _chosen(transport, environ, "HOSTRING_TRANSPORT", "auto"),
         "timeout": _seconds(timeout, environ),
         "interface": environ.get("HOSTRING_INTERFACE", "").strip() or None,

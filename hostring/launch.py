@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from hostring.addresses import join_address, listen
+from hostring.orphans import LAUNCHER
 from hostring.revival import Revival
 from hostring.store_server import StoreServer
 
@@ -97,6 +98,7 @@ def _environment(rank: int, n: int, port: int, torch_port: int, secret: str, ext
         "MASTER_PORT": str(torch_port),
         "HOSTRING_STORE": join_address("127.0.0.1", port),
         "HOSTRING_SECRET": secret,
+        LAUNCHER: str(os.getpid()),
     }
 
 

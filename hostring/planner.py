@@ -45,20 +45,20 @@ class Planner:
         self._scratch = bytearray()
         self._sides = Sides()
         self._room = np.empty(0, np.uint8)
-        self._rooms: dict[tuple[int, DType], Array] = {}  # the same array object for the same size: adapters remember it
+        self._rooms: dict[tuple[int, DType, int], Array] = {}  # the same array object for the same size: adapters remember it
 
-    def room(self, n_elements: int, dtype: DType) -> Array:
-        """Host memory to stage `n_elements` of `dtype` in: reused by the next call, grown when it must be."""
-        known = self._rooms.get((n_elements, dtype))
+    def room(self, n_elements: int, dtype: DType, after: int = 0) -> Array:
+        """Host memory to stage `n_elements` of `dtype` in, behind `after` bytes: reused by the next call, grown when it must be."""
+        known = self._rooms.get((n_elements, dtype, after))
         if known is not None:
             return known
-        nbytes = n_elements * dtype.itemsize
+        nbytes = after + n_elements * dtype.itemsize
         too_small, far_too_large = nbytes > self._room.nbytes, self._room.nbytes > max(4 * nbytes, _KEPT_NBYTES)
         if too_small or far_too_large:  # one huge call must not hold its memory for ever
             self._room = np.empty(nbytes, np.uint8)
         if too_small or far_too_large or len(self._rooms) >= _MOST_ROOMS:
             self._rooms.clear()
-        room = self._rooms[n_elements, dtype] = self._room[:nbytes].view(dtype)
+        room = self._rooms[n_elements, dtype, after] = self._room[after:nbytes].view(dtype)
         return room
 
     def all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None) -> Program:

@@ -214,7 +214,8 @@ class Incoming:
         if theirs is None:
             raise ProtocolError(f"rank {self.peer} sent bytes that are no hostring frame: {start[:16].hex()}…", self.peer)
         if start[:EXPECTED_BYTES] != bytes(self.header[:EXPECTED_BYTES]):
-            raise CollectiveMismatch(f"this rank calls {ours.describe()}; rank {self.peer} calls {theirs.describe()}", self.peer)
+            sides = f"this rank calls {ours.describe_call()}; rank {self.peer} calls {theirs.describe_call()}"
+            raise CollectiveMismatch(f"{sides}; they differ in: {ours.differs_from(theirs)}", self.peer)
         payload = DTYPES[theirs.payload_dtype] if theirs.payload_dtype < len(DTYPES) else None
         if payload is None or theirs.payload_nbytes != self.n_elements * payload.itemsize or kind_code(payload) != kind_code(self.dtype):
             mine = NAMES[CODES[self.dtype]]

@@ -134,7 +134,7 @@ def _shared(comm: Comm, plan: Any) -> Any:
 
 
 def _try(comm: Comm, ways: Sequence[_Way], nbytes: int, seconds: float, rounds: int) -> dict[tuple[_Way, int], float]:
-    """Seconds of each way on the slowest rank: the best of the rounds' medians, since what disturbs a round is not the way's fault."""
+    """Seconds of each way on the slowest rank: the median of the rounds' medians. Where ranks share cores, the best is mere luck."""
     x = np.zeros(max(1, nbytes // _ITEMSIZE), np.float32)
     counts: dict[_Way, int] = {}
     samples: dict[_Way, list[float]] = {way: [] for way in ways}
@@ -148,7 +148,7 @@ def _try(comm: Comm, ways: Sequence[_Way], nbytes: int, seconds: float, rounds: 
             samples[way].append(_median(call, counts[way]))
     comm._tuner.release()
     comm._planner.drop()
-    middles = comm.all_reduce(np.array([min(samples[way]) for way in ways]), "max")
+    middles = comm.all_reduce(np.array([statistics.median(samples[way]) for way in ways]), "max")
     return {(way, nbytes): float(s) for way, s in zip(ways, middles, strict=True)}
 
 

@@ -23,6 +23,8 @@ COLLECTIVES: Final = (
     "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all", "barrier", "decide", "send",
 )  # fmt: skip
 
+_ROOTED: Final = ("reduce", "broadcast", "gather", "scatter", "decide")
+
 KIND_COLLECTIVE: Final = 1
 KIND_MESSAGE: Final = 2
 NO_OP: Final = 255
@@ -102,12 +104,22 @@ class Header:
         words = [f"{name} {numbered(self.seq)} of {self.n_elements} elements, {kind_name(self.dtype)}"]
         if self.op < len(OPS):
             words.append(f"op {OPS[self.op]}")
-        if name in ("reduce", "broadcast", "gather", "scatter", "decide"):
+        if name in _ROOTED:
             words.append(f"root {self.detail}")
         elif self.detail:
             words.append(f"counts {self.detail:08x}")
         words.append(f"order {ORDERS[self.order] if self.order < len(ORDERS) else self.order}")
         return ", ".join(words)
+
+    def differs_from(self, other: Header) -> str:
+        """In words: in what these two calls differ, as seen from this side; empty where only the payloads do."""
+        rooted = self.collective == other.collective and self.detail != other.detail
+        detail = "root" if rooted and COLLECTIVES[self.collective] in _ROOTED else "counts"
+        in_words = {"collective": "collective", "seq": "number of the call", "n_elements": "number of elements", "dtype": "dtype",
+                    "op": "operator", "detail": detail, "order": "order"}  # fmt: skip
+        found = [words for field, words in in_words.items() if getattr(self, field) != getattr(other, field)]
+        inside = [(field, getattr(self, field), getattr(other, field)) for field in ("schedule", "epoch", "round", "part")]
+        return ", ".join(found or [f"{field} ({mine} here, {theirs} there)" for field, mine, theirs in inside if mine != theirs])
 
     def describe(self) -> str:
         """In words: what the sender of this header was doing."""

@@ -19,11 +19,12 @@ class Options:
     """`pg_options` for `init_process_group` and `new_group`: what to choose for this group instead of for all.
 
     Attributes:
-        topology, order, transport: as in `hostring.init`; None leaves it to the environment.
+        topology, order, wire, transport: as in `hostring.init`; None leaves it to the environment.
     """
 
     topology: str | None = None
     order: str | None = None
+    wire: str | None = None
     transport: str | None = None
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +82,31 @@ def test_float32_ranks_write_what_one_rank_writes(tmp_path: Path, ranks: int, to
         (("--ranks", "99"), "99 ranks can't share 5 KV-head groups"),
         (("--json", "{}/none/x.json"), "there is no directory"),
         (("--topology", "cube"), "topology='cube' is unknown"),
+        (("--prompt", ""), "a prompt is empty"),
+        (("--top-p", "7"), "Invalid value for '--top-p'"),
+        (("--timeout", "-5"), "Invalid value for '--timeout'"),
     ],
 )
 def test_mistakes_are_told_before_a_rank_is_started(tmp_path: Path, args: tuple[str, ...], words: str) -> None:
     command = [sys.executable, "-m", "hostring", "demo", *(arg.format(tmp_path) for arg in args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
+    assert done.returncode == (2 if "Invalid" in words else 1)
     assert words in done.stderr
     assert "ready" not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_interrupted_demo_ends_as_one() -> None:
+    command = [sys.executable, "-m", "hostring", "demo", "--chat", "--no-controls"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        until = time.monotonic() + 60
+        while "ready" not in demo.stdout.readline() and time.monotonic() < until:
+            assert demo.poll() is None
+        demo.send_signal(signal.SIGINT)
+        _, said = demo.communicate(timeout=30)
+    assert demo.returncode == 130, said
+    assert "Traceback" not in said
 
 
 def test_the_order_of_the_environment_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,23 @@ def test_what_a_rank_leaves_behind_is_ended_too(tmp_path: Path) -> None:
     assert gone(pid)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    text = "import hostring, os, time; c = hostring.init(timeout=60); print(os.getpid(), flush=True); time.sleep(60)"
+    running = run_launch(2, script(tmp_path, text))
+    assert running.stdout is not None
+    pids = [int(running.stdout.readline()) for _ in range(2)]
+    running.kill()
+    end = time.monotonic() + 10
+    while not all(map(gone, pids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    left = [pid for pid in pids if not gone(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    running.communicate(timeout=30)
+    assert not left
+
+
 def test_the_environment_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "RING_CONFIG", "EXTRA", "OMP_NUM_THREADS"]
     secret = "os.environ['HOSTRING_SECRET']"

@@ -9,7 +9,9 @@ import pytest
 
 import hostring
 from hostring import CollectiveMismatch, HostringError
+from hostring.dtypes import CODES
 from hostring.rendezvous import MemoryStore
+from hostring.wire import Call, decode
 
 F32 = np.float32
 TOPOLOGIES = [("mesh", "rank"), ("ring", "rank"), ("star", "rank"), ("tree", "tree")]
@@ -86,6 +88,43 @@ def test_all_ranks_raise_and_both_sides_are_named(run_ranks, topology, order, wo
     said = " | ".join({str(r) for r in results})
     for word in words:
         assert word in said
+
+
+@pytest.mark.parametrize(
+    ("name", "in_what"),
+    [
+        ("another collective", "collective"),
+        ("another operator", "operator"),
+        ("fewer elements", "number of elements"),
+        ("another schedule by size", "number of elements"),
+        ("another integer", "dtype"),
+        ("other counts", "counts"),
+    ],
+)
+def test_the_difference_is_named(run_ranks, name, in_what):
+    usual, other, _ = MISMATCHES[name]
+
+    def body(comm):
+        (other if comm.rank else usual)(comm)
+        comm.barrier()
+
+    results = run_ranks(2, body, check=False)
+    assert any(f"they differ in: {in_what}" in str(r) for r in results), results
+    assert not any("epoch" in str(r) or "schedule" in str(r) for r in results), results
+
+
+def test_what_two_headers_differ_in():
+    def header(**others):
+        call = Call(**{"collective": "gather", "op": None, "kind": 200, "order": "rank", "n_elements": 8, "detail": 0, **others})
+        decoded = decode(call.header(0, 0, CODES[np.dtype(F32)], 32))
+        assert decoded is not None
+        return decoded
+
+    assert header().differs_from(header(detail=1)) == "root"
+    assert header().differs_from(header(detail=1, n_elements=9)) == "number of elements, root"
+    assert header(collective="all_gather").differs_from(header(collective="all_gather", detail=1)) == "counts"
+    assert header().differs_from(header(schedule=3)) == "schedule (0 here, 3 there)"
+    assert header().differs_from(header()) == ""
 
 
 def test_later_calls_raise_the_same_cause(run_ranks):

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hostring.bench.truth import Array, contribution, even, folded
+from hostring.bench.truth import Array, contribution, even, folded, rounded
 
 BUS_FACTORS: Final[dict[str, Callable[[int], float]]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -66,15 +66,16 @@ class Case:
     def input(self, rank: int, seed: int) -> Array:
         return contribution(rank, seed, self.brought, self.dtype)
 
-    def expected(self, rank: int, root: int, seed: int) -> Array | None:
-        """What `rank` must get. None: nothing."""
+    def expected(self, rank: int, root: int, seed: int, wire: str) -> Array | None:
+        """What `rank` must get from a group with this wire. None: nothing."""
         n, parts = self.world_size, even(self.n_elements, self.world_size)
         if self.collective == "barrier":
             return None
         if self.collective in REDUCING:
             if self.collective == "reduce" and rank != root:
                 return self.input(rank, seed)
-            whole = folded([self.input(r, seed) for r in range(n)], self.op, self.order, parts)
+            rows = [rounded(self.input(r, seed), wire) for r in range(n)]
+            whole = folded(rows, self.op, self.order, parts)
             return whole[slice(*parts[rank])] if self.collective == "reduce_scatter" else whole
         if self.collective == "broadcast":
             return self.input(root, seed)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +29,7 @@ def bench(
     order: Annotated[str, typer.Option(help="Fold order: rank, ring or tree.")] = "rank",
     dtype: Annotated[str, typer.Option(help="One or more dtypes.")] = "float32",
     op: Annotated[str, typer.Option(help="One or more of sum, avg, min, max, prod, band, bor, bxor.")] = "sum",
+    wire: Annotated[str, typer.Option(help="One or more, side by side: float32, bfloat16.")] = "float32",
     transport: Annotated[str, typer.Option(help="One or more, side by side: auto, tcp, unix, shm.")] = "auto",
     array: Annotated[str, typer.Option(help="What hostring gets: numpy or torch.")] = "numpy",
     peers: Annotated[str, typer.Option(help="Measure in the same rounds: gloo.")] = "",
@@ -163,16 +165,14 @@ def _contenders(options: dict[str, Any], comm: Any) -> list[Contender]:
         import torch
 
         torch.set_num_threads(1)
-    topologies = [name.strip() for name in options["topology"].split(",")]
-    transports = [name.strip() for name in options["transport"].split(",")]
+    sides = [[name.strip() for name in options[side].split(",")] for side in ("transport", "wire", "topology")]
+    several = [len(names) > 1 for names in sides]
     found: list[Contender] = []
-    for transport in transports:
-        for name in topologies:
-            label = name if len(transports) == 1 else transport if len(topologies) == 1 else f"{name} {transport}"
-            rule = _rule(name)
-            meet = {"rank": comm.rank, "world_size": comm.world_size, "store": comm._group.store}  # where the first group met
-            group = hostring.init(topology=rule, order=options["order"], transport=transport, **meet)
-            found.append(Hostring(label, group, options["array"]))
+    for transport, wire, name in product(*sides):
+        label = " ".join(part for part, said in zip((name, wire, transport), reversed(several), strict=True) if said) or name
+        meet = {"rank": comm.rank, "world_size": comm.world_size, "store": comm._group.store}  # where the first group met
+        group = hostring.init(topology=_rule(name), order=options["order"], wire=wire, transport=transport, **meet)
+        found.append(Hostring(label, group, options["array"]))
     if options["peers"]:
         found.append(Gloo(comm))
     return found
@@ -189,11 +189,13 @@ def _check(options: dict[str, Any]) -> None:
     Raises:
         ValueError: names the option and what is possible.
     """
+    from hostring.comm import WIRES
     from hostring.rules import read_rules
 
     _plan(options)
     for name in options["topology"].split(","):
         read_rules(_rule(name.strip()), options["order"])
+    _names(options["wire"], WIRES, "--wire")
     if options["array"] not in ("numpy", "torch"):
         raise ValueError(f"--array {options['array']!r}: use numpy or torch")
     if options["peers"]:

@@ -20,11 +20,12 @@ class Contender(Protocol):
     """One implementation of the collectives, with a group of all ranks.
 
     Attributes:
-        label: for the table. exact: it promises the declared bits, not only a sum.
+        label: for the table. exact: it promises the declared bits, not only a sum. wire: see `hostring.init`.
     """
 
     label: str
     exact: bool
+    wire: str
 
     def bind(self, case: Case, x: Array) -> Call:
         """A function that runs `case` on this rank's `x`, a numpy array."""
@@ -44,7 +45,7 @@ class Hostring:
     exact = True
 
     def __init__(self, label: str, comm: hostring.Comm, array: str = "numpy") -> None:
-        self.label, self.comm, self._array = label, comm, array
+        self.label, self.wire, self.comm, self._array = label, comm.wire, comm, array
 
     def bind(self, case: Case, x: Array) -> Call:
         comm = self.comm
@@ -111,6 +112,7 @@ class Gloo:
 
     exact = False
     label = "gloo"
+    wire = "float32"
 
     def __init__(self, comm: hostring.Comm) -> None:
         dist: Any = importlib.import_module("torch.distributed")

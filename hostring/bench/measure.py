@@ -136,7 +136,7 @@ class Session:
         for root in range(case.world_size) if case.collective in ROOTED else (0,):
             x[...] = case.input(rank, seed + root)
             got = as_numpy(call(root), case.dtype)
-            expected = case.expected(rank, root, seed + root)
+            expected = case.expected(rank, root, seed + root, contender.wire)
             skipped = not contender.exact and case.collective == "reduce" and rank != root  # gloo leaves partial sums there
             if expected is not None and not skipped:
                 wrong += expected.size if got is None else count_wrong(got, expected, contender.exact, case.world_size)

@@ -58,6 +58,11 @@ def _floats(mixed: Array) -> Array:
     return bits.astype(np.uint32).view(np.float32)
 
 
+def rounded(row: Array, wire: str) -> Array:
+    """A contribution as it is folded: float32 is rounded to a narrower wire."""
+    return row.astype(dtype_of(wire)).astype(row.dtype) if row.dtype == np.float32 else row
+
+
 def folded(rows: Sequence[Array], op: str, order: str, parts: Sequence[tuple[int, int]] | None = None) -> Array:
     """The fold of one row per rank in the declared order, rounded to the rows' dtype.
 

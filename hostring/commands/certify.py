@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,16 +52,18 @@ class Line:
             self.elements += world_size * n_elements
         self.certificates.append(shown)
 
-    def compare(self, world_size: int) -> None:
+    def compare(self, world_size: int, wire: str) -> None:
         """On links."""
         from hostring.certify_links import certify_on_links
 
-        self.on_links += certify_on_links(self.topology, self.variant, self.order, world_size, sizes(world_size), SEGMENT)
+        of_this = (self.topology, self.variant, self.order, world_size, sizes(world_size), SEGMENT)
+        self.on_links += certify_on_links(*of_this, wire=wire)
 
 
 def certify(
     max_ranks: Annotated[int, typer.Option(min=2, help="Try every number of ranks from 2 to this.")] = 8,
     links: Annotated[bool, typer.Option(help="Run the same on loopback TCP and compare bits.")] = True,
+    wire: Annotated[str, typer.Option(help="On links: float32, or bfloat16, to which contributions are then rounded.")] = "float32",
 ) -> None:
     """Prove in which order every all-reduce folds, then compare bits on real links.
 
@@ -70,11 +73,13 @@ def certify(
     from rich.progress import track
 
     from hostring.certify import NotCertified, combinations
+    from hostring.comm import contract
 
+    contract("auto", "rank", wire)  # refuses a wire that there is not
     lines = [Line(*names) for names in combinations()]
     steps = [(line.prove, n) for line in lines for n in range(2, max_ranks + 1)]
     if links:
-        steps += [(line.compare, n) for line in lines for n in range(2, max_ranks + 1)]
+        steps += [(partial(line.compare, wire=wire), n) for line in lines for n in range(2, max_ranks + 1)]
     console = Console()
     try:
         for step, world_size in track(steps, "certifying", console=console, transient=True):
@@ -83,7 +88,7 @@ def certify(
         console.print(f"NOT CERTIFIED: {exc}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from exc
     console.print(_table(lines, max_ranks, links))
-    console.print(_summary(lines, max_ranks, links), highlight=False, soft_wrap=True)
+    console.print(_summary(lines, max_ranks, links, wire), highlight=False, soft_wrap=True)
 
 
 def _table(lines: list[Line], max_ranks: int, links: bool) -> Table:
@@ -105,8 +110,9 @@ def _table(lines: list[Line], max_ranks: int, links: bool) -> Table:
     return table
 
 
-def _summary(lines: list[Line], max_ranks: int, links: bool) -> str:
+def _summary(lines: list[Line], max_ranks: int, links: bool, wire: str) -> str:
     proven = f"{len(lines)} combinations of topology, variant and order fold as declared, on every rank, for every N from 2 to {max_ranks}"
     if not links:
         return f"certified: {proven}."
-    return f"certified: {proven}; {sum(line.on_links for line in lines)} results over loopback TCP have the bits of the numpy fold."
+    of = "" if wire == "float32" else f" of contributions rounded to {wire}"
+    return f"certified: {proven}; {sum(line.on_links for line in lines)} results over loopback TCP have the bits of the numpy fold{of}."

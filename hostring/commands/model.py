@@ -20,7 +20,7 @@ RejoinTimeout = Annotated[
 MaxTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token every time.")]
 TopK = Annotated[int, typer.Option(min=0, help="Choose among this many of the most likely tokens; 0 for all.")]
-TopP = Annotated[float, typer.Option(help="Choose among the most likely tokens that together have this probability.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Choose among the most likely tokens that together have this probability.")]
 Seed = Annotated[int, typer.Option(help="Of the head rank's random numbers.")]
 TopologyName = Annotated[str, typer.Option(help="auto, mesh, ring, star or tree; a tree folds in its own order.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.", dir_okay=False)]
@@ -50,7 +50,7 @@ def demo(
         bool | None, typer.Option(help="Also run on one rank alone, and with one dtype on all ranks. Done by default, but not with --chat.")
     ] = None,
     rejoin_timeout: RejoinTimeout = 300.0,
-    timeout: Annotated[float, typer.Option(help="Seconds for start-up and for each collective.")] = 120.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for start-up and for each collective.")] = 120.0,
 ) -> None:
     """Run a model on unlike rank processes of this machine, over TCP, and account for every byte.
 

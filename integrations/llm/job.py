@@ -78,6 +78,8 @@ def make_job(*, model: str | None, ranks: int | None, dtypes: str | None, prompt
         raise FileNotFoundError(f"no model at {path}; give a GGUF file or a directory with config.json and model.safetensors")
     if ranks is not None and ranks < 1:
         raise ValueError(f"{ranks} ranks: at least one is needed")
+    if "" in prompts:
+        raise ValueError("a prompt is empty: say what to continue or to answer, or leave it out for one that suits the model")
     job = Job(str(path.absolute()), _dtypes(ranks, dtypes), tuple(prompts), **rest)
     if job.ranks > _FEW:
         from hostring.integrations.llm.weights import open_checkpoint

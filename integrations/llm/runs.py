@@ -177,6 +177,7 @@ def _result(run: Run, head: Head) -> dict[str, Any]:
         "model": "bundled" if job.model == str(BUNDLED.absolute()) else job.model,
         "topology": run.comm.topology,
         "order": run.comm.order,
+        "wire": run.comm.wire,
     }
     if measured is not None and measured.generation is not None:
         result |= _figures(run, measured, measured.generation)

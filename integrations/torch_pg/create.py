@@ -32,6 +32,7 @@ def connect(store: Any, rank: int, world_size: int, timeout: timedelta, options:
         world_size,
         topology=getattr(options, "topology", None),
         order=getattr(options, "order", None),
+        wire=getattr(options, "wire", None),
         transport=getattr(options, "transport", None),
         timeout=timeout.total_seconds(),
         store=store,
