@@ -17,7 +17,7 @@ from .control import Control, again
 from .counters import STAGE, Counters
 from .dtypes import BFLOAT16, FLOAT32, Array, DType, carrier, check_op, wire_dtype
 from .engine import Engine
-from .errors import GroupClosedError, HostringError
+from .errors import GroupClosedError, HostringError, PeerLostError
 from .fold import divide
 from .p2p import Messenger
 from .planner import Planner
@@ -25,6 +25,7 @@ from .program import Buffers, Direct, Pipe, Program
 from .staging import Adapter, adapter_for
 from .trace import Recorder
 from .tuner import Tuner
+from .wire import numbered
 from .work import Turns
 
 NOTHING: Final = np.empty(0, np.uint8)
@@ -47,7 +48,7 @@ class Caller:
         self._control = Control(group.rank, group.control)
         self.recorder = Recorder(group.name, group.rank, group.world_size)
         self._engine = Engine(self._control, self.counters, self.recorder, *_spins(group))
-        self._planner = Planner(group.rank, group.world_size, self._tuner, order, group.epoch, pipes, self.counters)
+        self._planner = Planner(group.rank, group.world_size, self._tuner, order, group.epoch, pipes, self.counters, not self._rounds)
         self._programs = self._planner.programs
         self._messenger = Messenger(group.rank, group.p2p, self._control, self.counters, group.epoch)
         self._turns = Turns(f"hostring-{group.name}-{group.rank}")
@@ -113,6 +114,8 @@ class Caller:
             return GroupClosedError(f"rank {self.rank} has {self._closed} this group while a call was under way")
         if isinstance(exc, HostringError):
             cause = self._control.settle(exc)
+            if cause is exc and isinstance(exc, PeerLostError) and exc.rank is not None and program is not None:
+                cause = PeerLostError(exc.rank, f"{exc.reason}, in {program.call.collective} {numbered(self._seq)}")
         else:
             cause = HostringError(f"rank {self.rank} left a call by {type(exc).__name__}: {exc}", self.rank)
         self._control.flood(cause)

@@ -39,8 +39,8 @@ def simulate(schedules: Sequence[Schedule], memories: list[Memory]) -> None:
                 queue = post.get((recv.peer, rank), [])
                 if not queue:
                     raise NotCertified(f"round {k}: rank {rank} waits for rank {recv.peer}, which sends nothing")
-                values, raw = queue.pop(0)
-                if len(values) != len(recv.into) or raw != recv.raw:
+                values, marks = queue.pop(0)
+                if len(values) != len(recv.into) or marks != (recv.raw, recv.result):
                     raise NotCertified(f"round {k}: rank {recv.peer} sends {len(values)} elements, rank {rank} expects {len(recv.into)}")
                 memories[rank][recv.into.buffer][recv.into.start : recv.into.stop] = values
             _check_landings(round_, f"round {k}, rank {rank}")
@@ -51,12 +51,12 @@ def simulate(schedules: Sequence[Schedule], memories: list[Memory]) -> None:
             raise NotCertified(f"round {k}: messages that nobody receives, by (sender, receiver): {lost}")
 
 
-def _in_flight(rounds: Sequence[Round], memories: list[Memory], k: int) -> dict[tuple[int, int], list[tuple[list[Any], bool]]]:
-    post: dict[tuple[int, int], list[tuple[list[Any], bool]]] = {}
+def _in_flight(rounds: Sequence[Round], memories: list[Memory], k: int) -> dict[tuple[int, int], list[tuple[list[Any], tuple[bool, bool]]]]:
+    post: dict[tuple[int, int], list[tuple[list[Any], tuple[bool, bool]]]] = {}
     for rank, round_ in enumerate(rounds):
         for send in round_.sends:
             values = _read(memories[rank], send.what, f"round {k}, rank {rank} sends")
-            post.setdefault((rank, send.peer), []).append((values, send.raw))
+            post.setdefault((rank, send.peer), []).append((values, (send.raw, send.result)))
             for recv in round_.recvs:
                 if _overlap(recv.into, send.what):
                     raise NotCertified(f"round {k}: rank {rank} receives into {recv.into}, which it is sending")

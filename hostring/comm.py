@@ -16,7 +16,7 @@ from . import bootstrap
 from .agreement import agree
 from .caller import NOTHING, Caller, check_out, check_tag
 from .counters import STAGE
-from .dtypes import BY_NAME, Array, DType, carrier, check_op, wire_dtype
+from .dtypes import BFLOAT16, BY_NAME, FLOAT16, Array, DType, carrier, check_op, wire_dtype
 from .errors import CollectiveMismatch, HostringError
 from .fold import divide
 from .program import Buffers
@@ -522,7 +522,7 @@ class Comm(Caller):
             self.abort(f"{type(exc).__name__}: {exc}")
 
     def expected_payload(self, collective: str, n_elements: int, dtype: Any = "float32", root: int = 0) -> int:
-        """Payload bytes that this rank sends in one call, from the schedule alone.
+        """Payload bytes that this rank sends in one call, from the schedule alone, when all ranks bring the same dtype.
 
         Args:
             n_elements: of the buffer of all_reduce, reduce, reduce_scatter, broadcast and all_to_all, evenly divided where it is
@@ -533,7 +533,8 @@ class Comm(Caller):
         own = BY_NAME[dtype] if isinstance(dtype, str) else np.dtype(dtype)
         wire, n = wire_dtype(own), self.world_size
         if collective == "all_reduce":
-            return _payload(self._planner.all_reduce_schedule(n_elements, wire.itemsize), self._travels_as(own), wire)
+            raw, result = self._travels_as(own), own if own in (FLOAT16, BFLOAT16) and self.wire == "float32" else wire
+            return _payload(self._planner.all_reduce_schedule(n_elements, wire.itemsize), raw, wire, result)
         shares = (n_elements,) * n
         parts = tuple(stop - start for start, stop in split_evenly(n_elements, n))
         steps: dict[str, list[tuple[str, Any]]] = {
@@ -552,11 +553,14 @@ class Comm(Caller):
         moved = own
         if collective.startswith("reduce"):
             moved, own = wire, self._travels_as(own)
-        return sum(_payload(self._planner.schedule(name, n_elements, detail, moved), own, moved) for name, detail in steps[collective])
+        schedules = (self._planner.schedule(name, n_elements, detail, moved) for name, detail in steps[collective])
+        return sum(_payload(schedule, own, moved, moved) for schedule in schedules)
 
 
-def _payload(schedule: Schedule, own: DType, wire: DType) -> int:
-    return schedule.sent_elements(raw=True) * own.itemsize + schedule.sent_elements(raw=False) * wire.itemsize
+def _payload(schedule: Schedule, raw: DType, wire: DType, result: DType) -> int:
+    results = schedule.sent_results()
+    sums = schedule.sent_elements(raw=False) - results
+    return schedule.sent_elements(raw=True) * raw.itemsize + results * result.itemsize + sums * wire.itemsize
 
 
 def contract(topology: str, order: str, wire: str = "float32") -> dict[str, Any]:

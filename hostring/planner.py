@@ -36,14 +36,16 @@ class Planner:
     """
 
     def __init__(
-        self, rank: int, world_size: int, tuner: Tuner, order: str, epoch: int, pipes: Mapping[int, Pipe], counters: Counters
-    ) -> None:
+        self, rank: int, world_size: int, tuner: Tuner, order: str, epoch: int, pipes: Mapping[int, Pipe], counters: Counters,
+        round_results: bool,
+    ) -> None:  # fmt: skip
         self._place = Place(rank, world_size, tuner.topology.next_hop)
         self._tuner, self._order, self._epoch, self._pipes, self._counters = tuner, order, epoch, pipes, counters
         # All-reduces by (n_elements, dtype that is folded, op, raw dtype or None); the others begin with a name.
         self.programs: dict[Any, Program] = {}
         self._scratch = bytearray()
         self._sides = Sides()
+        self._results = Sides() if round_results else None
         self._room = np.empty(0, np.uint8)
         self._rooms: dict[tuple[int, DType, int], Array] = {}  # the same array object for the same size: adapters remember it
 
@@ -165,7 +167,8 @@ class Planner:
         if call.op is not None:
             folds = fold_functions(call.op, dtype)
         sides = self._sides.block
-        program = Program(schedule, call, dtype, folds, self._pipes, self._scratch, self._sides, raw, first_round)
+        results = None if call.op == "avg" else self._results  # an average is divided before it is rounded
+        program = Program(schedule, call, dtype, folds, self._pipes, self._scratch, self._sides, results, raw, first_round)
         if self._sides.block is not sides:
             self._drop()
         return program

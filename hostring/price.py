@@ -53,7 +53,7 @@ def price(schedules: Sequence[Schedule], network: Network, itemsize: int, raw_it
     """Run `schedules`, one per rank, on `network`.
 
     Args:
-        itemsize: bytes of an element on the wire; `raw_itemsize`: of a contribution that travels in its own bits.
+        itemsize: bytes of an element on the wire; `raw_itemsize`: of a contribution or result that travels in 16 bits.
     """
     raw = itemsize if raw_itemsize is None else raw_itemsize
     return _Run([[_in_bytes(r, itemsize, raw) for r in s.rounds] for s in schedules], network).price()
@@ -62,11 +62,11 @@ def price(schedules: Sequence[Schedule], network: Network, itemsize: int, raw_it
 def _in_bytes(round_: Round, itemsize: int, raw_itemsize: int) -> _Step:
     sends: dict[int, int] = {}
     for send in round_.sends:
-        sends[send.peer] = sends.get(send.peer, 0) + HEADER_BYTES + len(send.what) * (raw_itemsize if send.raw else itemsize)
+        sends[send.peer] = sends.get(send.peer, 0) + HEADER_BYTES + len(send.what) * (raw_itemsize if send.raw or send.result else itemsize)
     recvs: dict[int, tuple[int, int]] = {}
     for recv in round_.recvs:
         messages, nbytes = recvs.get(recv.peer, (0, 0))
-        recvs[recv.peer] = (messages + 1, nbytes + HEADER_BYTES + len(recv.into) * (raw_itemsize if recv.raw else itemsize))
+        recvs[recv.peer] = (messages + 1, nbytes + HEADER_BYTES + len(recv.into) * (raw_itemsize if recv.raw or recv.result else itemsize))
     return _Step(sends, recvs, sum(max(1, _pairs(f.sources)) * len(f.into) * itemsize for f in round_.folds))
 
 

@@ -5,21 +5,24 @@ A decode loop repeats the same few shapes for ever, so headers, scratch views an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from .casting import bound_cast, cast
-from .dtypes import CODES, DTYPES, FLOAT32, NAMES, Array, DType, carrier, kind_code
+from .dtypes import BFLOAT16, CODES, DTYPES, FLOAT16, FLOAT32, NAMES, Array, DType, carrier, kind_code
 from .errors import CollectiveMismatch, ProtocolError
 from .fold import Expression, Fold2, fold_functions, narrow_sum
 from .link import Buffer, Link
 from .schedule import DATA, OUT, Fold, Range, Recv, Round, Schedule, Send
-from .wire import EXPECTED_BYTES, HEADER_BYTES, SEQ, SEQ_OFFSET, Call, decode
+from .wire import EXPECTED_BYTES, HEADER_BYTES, SEQ, SEQ_OFFSET, Call, decode, payload_fields
 
 _ALIGN: Final = 64
+_NARROW: Final = (FLOAT16, BFLOAT16)
+
+Place: TypeAlias = "tuple[str, int]"
 
 
 class Pipe:
@@ -79,15 +82,66 @@ class Spot:
         return array.view(array.real.dtype) if array.dtype.kind == "c" else array
 
 
-class Message:
-    """One message to send. `origin` is where it came from, when it is only passed on: another rank's dtype is kept."""
+class Result:
+    """A piece of the result on its way to ranks that will round it to 16 bits: rounded here, once for each dtype and run."""
 
-    __slots__ = ("header", "is_raw", "origin", "spot")
+    __slots__ = ("_at", "_program", "_rounded", "_seq", "_spot")
+
+    def __init__(self, program: Program, spot: Spot, at: int) -> None:
+        self._program, self._spot, self._at = program, spot, at
+        self._seq = -1
+        self._rounded: dict[DType, Array] = {}
+
+    @staticmethod
+    def nbytes(n_elements: int) -> int:
+        """Room for both dtypes."""
+        return len(_NARROW) * -(-2 * n_elements // _ALIGN) * _ALIGN
+
+    def rounded(self, dtype: DType, b: Buffers) -> Array:
+        if self._seq != self._program.seq:
+            self._seq = self._program.seq
+            self._rounded.clear()
+        found = self._rounded.get(dtype)
+        if found is None:
+            wide = self._spot.array(b)
+            at = self._at + _NARROW.index(dtype) * Result.nbytes(wide.size) // len(_NARROW)
+            narrow: Array = np.frombuffer(self._program.results_block(), dtype, wide.size, at)
+            cast(narrow, wide)
+            found = self._rounded[dtype] = narrow.view(carrier(dtype))
+        return found
+
+
+class Message:
+    """One message to send.
+
+    Attributes:
+        origin: where it came from, when it is only passed on: another rank's dtype is kept.
+        result, asker: when it is a result for one rank, and that rank's contribution, whose dtype says what it will round to.
+    """
+
+    __slots__ = ("asker", "header", "is_raw", "origin", "result", "spot")
 
     def __init__(self, header: bytearray, spot: Spot, is_raw: bool, origin: Incoming | None) -> None:
         self.header, self.spot, self.is_raw, self.origin = header, spot, is_raw, origin
+        self.result: Result | None = None
+        self.asker: Incoming | None = None
+
+    @property
+    def rounded_to(self) -> DType | None:
+        """The dtype of 16 bits that a result is sent in, if it is."""
+        dtype = None if self.asker is None else self.asker.payload_dtype()
+        return dtype if dtype in _NARROW else None
+
+    @property
+    def payload_nbytes(self) -> int:
+        if self.origin is not None and self.origin.side is not None:
+            return payload_nbytes(self.origin.header)
+        return (self.spot.stop - self.spot.start) * 2 if self.rounded_to is not None else payload_nbytes(self.header)
 
     def buffers(self, b: Buffers) -> tuple[Any, Any]:
+        if self.result is not None and (dtype := self.rounded_to) is not None:
+            rounded, program = self.result.rounded(dtype, b), self.result._program
+            return program.own_header(self.header[:EXPECTED_BYTES] + payload_fields(CODES[dtype], rounded.nbytes)), rounded
         if self.origin is not None and self.origin.side is not None:
             return self._passed_on(self.origin), self.origin.side[HEADER_BYTES:]
         if self.is_raw:
@@ -120,15 +174,15 @@ class Incoming:
     """
 
     __slots__ = (
-        "_at", "_checked", "_frame", "_got", "_home", "_into", "_size", "_target", "_view", "before", "done", "dtype", "header",
+        "_at", "_checked", "_frame", "_got", "_home", "_place", "_size", "_target", "_view", "before", "done", "dtype", "header",
         "n_elements", "peer", "pipe", "program", "side", "spot",
     )  # fmt: skip
 
     def __init__(
-        self, program: Program, recv: Recv, pipe: Pipe, header: bytearray, spot: Spot, home: tuple[bytearray, int] | None
+        self, program: Program, recv: Recv, pipe: Pipe, header: bytearray, spot: Spot, home: tuple[bytearray, int] | None, place: Place
     ) -> None:
         self.program, self.peer, self.pipe, self.header, self.spot = program, recv.peer, pipe, header, spot
-        self._into = recv.into
+        self._place = place
         self.n_elements = spot.stop - spot.start
         self.dtype = program.dtype
         self.side: memoryview | None = None
@@ -137,9 +191,10 @@ class Incoming:
         self._home = home
         self._got = 0
         self._checked = False
-        self._expect(self._payload_dtype())
+        self._expect(self.payload_dtype())
 
-    def _payload_dtype(self) -> DType:
+    def payload_dtype(self) -> DType:
+        """What the message is expected to bring, or has brought."""
         return DTYPES[self.header[EXPECTED_BYTES]]
 
     def _expect(self, payload: DType) -> None:
@@ -148,7 +203,7 @@ class Incoming:
         self._view: memoryview | None = None
         self.side = None
         if payload != self.dtype:
-            self._frame, self._at = self.program.side(self._into, payload.itemsize)
+            self._frame, self._at = self.program.side(self._place, self.n_elements, payload.itemsize)
             self._view = self.side = memoryview(self._frame)[self._at : self._at + self._size]
         elif self._home is not None:
             self._frame, self._at = self._home
@@ -255,7 +310,7 @@ class Incoming:
     def side_array(self) -> Array:
         """The payload of another dtype, where it landed."""
         assert self.side is not None
-        return np.frombuffer(self.side, self._payload_dtype(), self.n_elements, HEADER_BYTES)
+        return np.frombuffer(self.side, self.payload_dtype(), self.n_elements, HEADER_BYTES)
 
     def bound_convert(self) -> Callable[[], Any] | None:
         """`convert` for a target in scratch, bound once and for all; None where nothing has to be converted."""
@@ -301,7 +356,7 @@ class Direct:
     def __init__(self, program: Program, stage: Stage) -> None:
         self.program, self.headers, self.stage = program, program.headers, stage
         self.sends = [
-            (pipe.link.send, m.header, HEADER_BYTES + _payload_nbytes(m.header), peer, pipe) for peer, pipe, (m,) in stage.outgoing
+            (pipe.link.send, m.header, HEADER_BYTES + m.payload_nbytes, peer, pipe) for peer, pipe, (m,) in stage.outgoing
         ]
         self.recvs = [i.landing() for i in stage.incoming]
         self.casts = [c for i in stage.incoming if (c := i.bound_convert()) is not None]
@@ -336,8 +391,7 @@ class Program:
 
     def __init__(
         self, schedule: Schedule, call: Call, dtype: DType, folds: tuple[Fold2, Fold2] | None, pipes: Mapping[int, Pipe],
-        scratch: bytearray,
-        sides: Sides, raw_dtype: DType | None = None, first_round: int = 0,
+        scratch: bytearray, sides: Sides, results: Sides | None, raw_dtype: DType | None = None, first_round: int = 0,
     ) -> None:  # fmt: skip
         self.dtype, self.call, self._folds = dtype, call, folds
         self.narrow = folds is not None and dtype != DTYPES[call.kind]
@@ -350,9 +404,11 @@ class Program:
         self._scratch = scratch
         self._homes = scratch_layout(schedule.scratch, dtype.itemsize)[0]
         self._sides, self._sides_nbytes = sides, 0
-        self._sides_at: dict[tuple[str, int], tuple[int, int]] = {}
+        self._sides_at: dict[Place, tuple[int, int]] = {}
+        self._results, self._results_nbytes = results, 0
         if raw_dtype is not None:
-            self._lay_out_sides([recv.into for round_ in schedule.rounds for recv in round_.recvs if recv.raw], raw_dtype.itemsize)
+            self._lay_out_sides(raw_dtype.itemsize, lambda recv: self._travels_as(recv) != dtype)
+        self._contributions: dict[int, Incoming] = {}
         self._shared: dict[bytes, bytearray] = {}
         self._origins: dict[Range, Incoming] = {}
         self.stages = [self._stage(k, r) for k, r in enumerate(schedule.rounds) if r.sends or r.recvs or r.folds]
@@ -373,13 +429,11 @@ class Program:
             for peer, _, messages in stage.outgoing:
                 row = total.setdefault(peer, [0, 0, 0, 0])
                 row[0] += len(messages)
-                row[1] += sum(
-                    _payload_nbytes(m.origin.header if m.origin is not None and m.origin.side is not None else m.header) for m in messages
-                )
+                row[1] += sum(m.payload_nbytes for m in messages)
             for i in stage.incoming:
                 row = total.setdefault(i.peer, [0, 0, 0, 0])
                 row[2] += 1
-                row[3] += _payload_nbytes(i.header)
+                row[3] += payload_nbytes(i.header)
         return {peer: (a, b, c, d) for peer, (a, b, c, d) in total.items()}
 
     def own_header(self, header: bytearray) -> bytearray:
@@ -393,25 +447,27 @@ class Program:
             SEQ.pack_into(header, SEQ_OFFSET, self.seq)
         return shared
 
-    def side(self, into: Range, itemsize: int) -> tuple[bytearray, int]:
-        """Where a payload for `into` of another `itemsize` lands, header first: a block and an offset.
-
-        What lands in the same place of scratch has the same side place: as long as the one is in use, so is the other.
-        """
-        key = into.buffer, into.start
-        if self._sides_at.get(key, (0, 0))[1] < HEADER_BYTES + len(into) * itemsize:
-            self._lay_out_sides([recv.into for round_ in self._schedule.rounds for recv in round_.recvs], itemsize)
+    def side(self, place: Place, n_elements: int, itemsize: int) -> tuple[bytearray, int]:
+        """Where a payload of another `itemsize` lands, header first: a block and an offset."""
+        if self._sides_at.get(place, (0, 0))[1] < HEADER_BYTES + n_elements * itemsize:
+            self._lay_out_sides(itemsize, lambda recv: True)
             self._sides.reserve(self._sides_nbytes, 2)
-        return self._sides.reserve(self._sides_nbytes), self._sides_at[key][0]
+        return self._sides.reserve(self._sides_nbytes), self._sides_at[place][0]
 
-    def _lay_out_sides(self, ranges: Sequence[Range], itemsize: int) -> None:
-        sizes: dict[tuple[str, int], int] = {}
-        for r in ranges:
-            key = r.buffer, r.start
-            sizes[key] = max(sizes.get(key, 0), HEADER_BYTES + len(r) * itemsize)
-        for key, size in sizes.items():
-            self._sides_at[key] = self._sides_nbytes, size
+    def _lay_out_sides(self, itemsize: int, wanted: Callable[[Recv], bool]) -> None:
+        sizes: dict[Place, int] = {}
+        for round_ in self._schedule.rounds:
+            for recv, place in zip(round_.recvs, _places(round_), strict=True):
+                if wanted(recv):
+                    sizes[place] = max(sizes.get(place, 0), HEADER_BYTES + len(recv.into) * itemsize)
+        for place, size in sizes.items():
+            self._sides_at[place] = self._sides_nbytes, size
             self._sides_nbytes += -(-size // _ALIGN) * _ALIGN
+
+    def results_block(self) -> bytearray:
+        """Where results are rounded before they leave."""
+        assert self._results is not None
+        return self._results.reserve(self._results_nbytes)
 
     def begin(self, seq: int) -> None:
         """Give all headers the sequence number of this run."""
@@ -428,24 +484,36 @@ class Program:
         )
         return Spot(fixed, False, r.start, r.stop, False)
 
-    def _header(self, k: int, part: int, n_elements: int, raw: bool) -> bytearray:
-        payload = self._raw_dtype if raw and self._raw_dtype is not None else self.dtype
+    def _header(self, k: int, part: int, n_elements: int, payload: DType) -> bytearray:
         return self.own_header(self.call.header(k + self._first_round, part, CODES[payload], n_elements * payload.itemsize))
+
+    def _travels_as(self, recv: Recv) -> DType:
+        """What `recv` brings, if the others bring what this rank brings."""
+        own = self._raw_dtype
+        if own is not None and (recv.raw or (recv.result and self._results is not None and own in _NARROW)):
+            return own
+        return self.dtype
 
     def _stage(self, k: int, round_: Round) -> Stage:
         stage = Stage()
         by_peer: dict[int, list[Message]] = {}
+        results: dict[Range, Result] = {}
         for send in round_.sends:
             messages = by_peer.setdefault(send.peer, [])
             messages.append(self._message(k, len(messages), send))
+            if send.result and self._results is not None:
+                messages[-1].result = results.get(send.what) or results.setdefault(send.what, self._result(send.what, results))
+                messages[-1].asker = self._contributions.get(send.peer)
         stage.outgoing = [(peer, self._pipes[peer], messages) for peer, messages in by_peer.items()]
         parts: dict[int, int] = {}
         where: dict[Range, int] = {}
         last: dict[int, Incoming] = {}
-        for recv in round_.recvs:
+        for recv, place in zip(round_.recvs, _places(round_), strict=True):
             part = parts[recv.peer] = parts.get(recv.peer, -1) + 1
             where[recv.into] = len(stage.incoming)
-            incoming = self._incoming(k, part, recv)
+            incoming = self._incoming(k, part, recv, place)
+            if recv.raw:
+                self._contributions.setdefault(recv.peer, incoming)
             incoming.before = last.get(recv.peer)
             last[recv.peer] = incoming
             stage.incoming.append(incoming)
@@ -456,13 +524,19 @@ class Program:
     def _message(self, k: int, part: int, send: Send) -> Message:
         origin = self._origins.get(send.what)
         is_raw = send.raw and send.what.buffer == DATA and self._raw_dtype is not None
-        return Message(self._header(k, part, len(send.what), is_raw), self._spot(send.what), is_raw, origin)
+        payload = self._raw_dtype if send.raw and self._raw_dtype is not None else self.dtype
+        return Message(self._header(k, part, len(send.what), payload), self._spot(send.what), is_raw, origin)
 
-    def _incoming(self, k: int, part: int, recv: Recv) -> Incoming:
+    def _result(self, what: Range, before: Mapping[Range, Result]) -> Result:
+        at = sum(Result.nbytes(len(r)) for r in before)
+        self._results_nbytes = max(self._results_nbytes, at + Result.nbytes(len(what)))
+        return Result(self, self._spot(what), at)
+
+    def _incoming(self, k: int, part: int, recv: Recv, place: Place) -> Incoming:
         scratch = recv.into.buffer not in (DATA, OUT) and recv.into.start == 0
         home = (self._scratch, self._homes[recv.into.buffer]) if scratch else None
-        header = self._header(k, part, len(recv.into), recv.raw)
-        incoming = Incoming(self, recv, self._pipes[recv.peer], header, self._spot(recv.into), home)
+        header = self._header(k, part, len(recv.into), self._travels_as(recv))
+        incoming = Incoming(self, recv, self._pipes[recv.peer], header, self._spot(recv.into), home, place)
         self._origins[recv.into] = incoming
         return incoming
 
@@ -514,7 +588,20 @@ class _NarrowSum:
         cast(out.view(self._dtype), total)
 
 
-def _payload_nbytes(header: bytearray) -> int:
+def _places(round_: Round) -> Iterator[Place]:
+    """For each message of a round, what its side place is shared with: the same scratch, or results of other rounds.
+
+    What lands in the same place of scratch can share: as long as the one is in use, so is the other. Results are brought into
+    place as soon as they are there.
+    """
+    n_results = 0
+    for recv in round_.recvs:
+        yield ("a result", n_results) if recv.result else (recv.into.buffer, recv.into.start)
+        n_results += recv.result
+
+
+def payload_nbytes(header: bytearray) -> int:
+    """What a header says of its payload."""
     return int.from_bytes(header[HEADER_BYTES - 8 : HEADER_BYTES], "little")
 
 

@@ -35,20 +35,26 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send `what` to rank `peer`. `raw` marks an unreduced contribution, which may travel in its own 16 bits."""
+    """Send `what` to rank `peer`.
+
+    `raw` marks an unreduced contribution, which may travel in its own 16 bits; `result` a result for that rank alone, which
+    may travel in the 16 bits that its contribution came in, since it will round it to those.
+    """
 
     peer: int
     what: Range
     raw: bool = False
+    result: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Receive into `into` from rank `peer`. `raw` says that the sender marked it so."""
+    """Receive into `into` from rank `peer`. `raw` and `result` say that the sender marked it so."""
 
     peer: int
     into: Range
     raw: bool = False
+    result: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,10 @@ class Schedule:
         """Elements that this rank sends in all, or only the raw (or not raw) ones."""
         return sum(len(s.what) for r in self.rounds for s in r.sends if raw is None or s.raw == raw)
 
+    def sent_results(self) -> int:
+        """Elements that this rank sends as results, each to the one rank that wants them."""
+        return sum(len(s.what) for r in self.rounds for s in r.sends if s.result)
+
 
 class Builder:
     """Collects the sends, receives and folds of one rank by round number, and measures the scratch they name."""
@@ -98,12 +108,12 @@ class Builder:
         self._folds: dict[int, list[Fold]] = {}
         self._scratch: dict[str, int] = {}
 
-    def send(self, round_: int, peer: int, what: Range, raw: bool = False) -> None:
-        self._sends.setdefault(round_, []).append(Send(peer, what, raw))
+    def send(self, round_: int, peer: int, what: Range, raw: bool = False, result: bool = False) -> None:
+        self._sends.setdefault(round_, []).append(Send(peer, what, raw, result))
 
-    def recv(self, round_: int, peer: int, into: Range, raw: bool = False) -> Range:
+    def recv(self, round_: int, peer: int, into: Range, raw: bool = False, result: bool = False) -> Range:
         self._need(into)
-        self._recvs.setdefault(round_, []).append(Recv(peer, into, raw))
+        self._recvs.setdefault(round_, []).append(Recv(peer, into, raw, result))
         return into
 
     def fold(self, round_: int, into: Range, sources: Expression) -> None:

@@ -30,9 +30,10 @@ KIND_MESSAGE: Final = 2
 NO_OP: Final = 255
 
 _HEADER: Final = struct.Struct("<4sBBHIIQBBBBIIQ4xB7xQ")
+_PAYLOAD: Final = struct.Struct("<B7xQ")
 SEQ: Final = struct.Struct("<Q")
 START_SEQ: Final = 1 << 63  # from here on number the calls with which a group starts, so that none passes for the user's #0
-assert _HEADER.size == HEADER_BYTES
+assert _HEADER.size == HEADER_BYTES == EXPECTED_BYTES + _PAYLOAD.size
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class Call:
         decoded = decode(header)
         assert decoded is not None
         return decoded.describe_call()
+
+
+def payload_fields(payload_dtype: int, nbytes: int) -> bytes:
+    """The last bytes of a header: what the sender brought."""
+    return _PAYLOAD.pack(payload_dtype, nbytes)
 
 
 def numbered(seq: int) -> str:

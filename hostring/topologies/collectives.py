@@ -45,7 +45,7 @@ def owned(place: Place, n_elements: int, order: str, segment: int, owners: Seque
     results = []
     for share in shares:
         (owner, part), *_ = share.into.items()
-        results.append(Transfer(owner, part, {r: part for r in range(n) if r != owner}))
+        results.append(Transfer(owner, part, {r: part for r in range(n) if r != owner}, result=True))
     move(place, build, results, segment, first_round=folded_after)
     return build.schedule(n_elements)
 

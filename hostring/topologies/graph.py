@@ -35,11 +35,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Transfer:
-    """`what` of rank `src` goes to `into[dst]` at each `dst`. All ranges have the same length."""
+    """`what` of rank `src` goes to `into[dst]` at each `dst`. All ranges have the same length. `result`: see `Send`."""
 
     src: int
     what: Range
     into: Mapping[int, Range]
+    result: bool = False
 
 
 def move(place: Place, build: Builder, transfers: Iterable[Transfer], segment: int, first_round: int = 0) -> None:
@@ -48,6 +49,7 @@ def move(place: Place, build: Builder, transfers: Iterable[Transfer], segment: i
         depth, children = _spanning_tree(place, transfer)
         if place.rank not in depth:
             continue
+        result = transfer.result and max(depth.values()) == 1  # what is passed on may be for ranks of several dtypes
         pieces = segments(0, len(transfer.what), segment)
         for s, (a, b) in enumerate(pieces):
             start = first_round + s
@@ -60,9 +62,9 @@ def move(place: Place, build: Builder, transfers: Iterable[Transfer], segment: i
                 transit = Range(f"transit.{number}.{s % 2}", 0, b - a)
                 held = transit if here is None else _cut(here, a, b)
                 parent = place.path(transfer.src, place.rank)[-2]
-                build.recv(start + depth[place.rank] - 1, parent, held)
+                build.recv(start + depth[place.rank] - 1, parent, held, result=result)
             for child in children.get(place.rank, ()):
-                build.send(start + depth[place.rank], child, held)
+                build.send(start + depth[place.rank], child, held, result=result)
 
 
 def _cut(r: Range, a: int, b: int) -> Range:
