@@ -32,9 +32,10 @@ from hostring.counters import Counters
 from hostring.engine import Engine
 from hostring.errors import HandshakeError, HostringError, PeerLostError
 from hostring.handshake import RefusedError
+from hostring.incoming import Pipe
 from hostring.member import Member, this_member
+from hostring.outgoing import Buffers
 from hostring.p2p import Messenger
-from hostring.program import Buffers, Pipe
 from hostring.roster import Entry
 from hostring.store_client import StoreRefusedError, _Connection
 
@@ -129,7 +130,7 @@ def _alone(data: bytes) -> tuple[Engine, Any]:
     counters = Counters(pipes)
     group = bootstrap.Group(0, 2, "fuzz", 7, SECRET, members=[None, None])
     group.data = {1: Feed(data)}
-    caller = Caller(group, topology="mesh", order="rank", timeout=1.0)
+    caller = Caller(group, topology="mesh", order="rank", wire="float32", timeout=1.0)
     return caller._engine, (caller, counters)
 
 

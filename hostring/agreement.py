@@ -17,7 +17,7 @@ import numpy as np
 
 from .dtypes import BY_NAME
 from .errors import HostringError
-from .program import Buffers
+from .outgoing import Buffers
 from .tuner import Choice, Table, Threshold, default_table
 from .tuning import Tuning, load, tuning_path
 from .wire import START_SEQ

@@ -19,9 +19,11 @@ from .dtypes import BFLOAT16, FLOAT32, Array, DType, carrier, check_op, wire_dty
 from .engine import Engine
 from .errors import GroupClosedError, HostringError, PeerLostError
 from .fold import divide
+from .incoming import Pipe
+from .outgoing import Buffers
 from .p2p import Messenger
 from .planner import Planner
-from .program import Buffers, Direct, Pipe, Program
+from .program import Direct, Program
 from .staging import Adapter, adapter_for
 from .trace import Recorder
 from .tuner import Tuner

@@ -19,7 +19,7 @@ from .counters import STAGE
 from .dtypes import BFLOAT16, BY_NAME, FLOAT16, Array, DType, carrier, check_op, wire_dtype
 from .errors import CollectiveMismatch, HostringError
 from .fold import divide
-from .program import Buffers
+from .outgoing import Buffers
 from .rules import read_rules
 from .schedule import Schedule, split_evenly
 from .staging import ADAPTERS, adapter_for

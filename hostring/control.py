@@ -84,9 +84,9 @@ class Control:
             HostringError: the first cause, when a peer passed one on; `PeerLostError` when nothing came and a rank has died;
                 `CollectiveMismatch` when a peer that was asked sleeps in another call of the same number.
         """
-        for fd, _ in events:
-            peer = self._by_fd.get(fd)
-            if peer is not None and self._peers[peer].gone is None:
+        woken = self._peers if not events else [self._by_fd[fd] for fd, _ in events if fd in self._by_fd]
+        for peer in woken:  # after a sleep without events, all: a link that rings when it is armed may have got something before
+            if self._peers[peer].gone is None:
                 self._read(peer)
         if self.cause is not None:
             raise again(self.cause)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from .program import Pipe, Program
+from .incoming import Pipe
+from .program import Program
 from .wire import HEADER_BYTES
 
 PHASES: Final = ("stage", "wait", "transfer", "fold")

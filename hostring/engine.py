@@ -13,7 +13,9 @@ import numpy as np
 from .control import Control, Waiting
 from .counters import FOLD, TRANSFER, WAIT, Counters
 from .dtypes import Array
-from .program import Buffers, Direct, Incoming, Pipe, Program, Stage, Step
+from .incoming import Incoming, Pipe
+from .outgoing import Buffers
+from .program import Direct, Program, Stage, Step
 from .trace import Recorder
 from .wire import SEQ, SEQ_OFFSET, numbered
 

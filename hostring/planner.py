@@ -12,7 +12,8 @@ import numpy as np
 from .counters import Counters
 from .dtypes import CODES, FLOAT32, Array, DType, kind_code, wire_dtype
 from .fold import fold_functions, narrow_sum
-from .program import Pipe, Program, Sides, scratch_layout
+from .incoming import Pipe, Sides
+from .program import Program, scratch_layout
 from .schedule import Schedule
 from .topologies import TOPOLOGIES, collectives
 from .topologies.graph import Place

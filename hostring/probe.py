@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from .network import UNLIMITED, Host, Line, Network
-from .program import Buffers
+from .outgoing import Buffers
 from .schedule import DATA, Builder, Range, Schedule
 
 if TYPE_CHECKING:

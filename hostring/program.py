@@ -7,315 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from .casting import bound_cast, cast
-from .dtypes import BFLOAT16, CODES, DTYPES, FLOAT16, FLOAT32, NAMES, Array, DType, carrier, kind_code
-from .errors import CollectiveMismatch, ProtocolError
+from .casting import cast
+from .dtypes import CODES, DTYPES, FLOAT32, Array, DType, carrier
 from .fold import Expression, Fold2, fold_functions, narrow_sum
-from .link import Buffer, Link
+from .incoming import Incoming, Pipe, Place, Sides
+from .outgoing import ALIGN, NARROW, Message, Result, Spot
 from .schedule import DATA, OUT, Fold, Range, Recv, Round, Schedule, Send
-from .wire import EXPECTED_BYTES, HEADER_BYTES, SEQ, SEQ_OFFSET, Call, decode, payload_fields
-
-_ALIGN: Final = 64
-_NARROW: Final = (FLOAT16, BFLOAT16)
-
-Place: TypeAlias = "tuple[str, int]"
-
-
-class Pipe:
-    """A link, and what was read from it too early: bytes that belong to the next message."""
-
-    __slots__ = ("_ahead", "link", "recv", "recv_all", "send", "waited")
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.waited = 0.0  # seconds in which nothing came from there
-        self.send = link.send
-        self.recv: Callable[[Any], int] = link.recv_into
-        self.recv_all: Callable[[Sequence[Any]], int] = link.recv_into_all
-        self._ahead = b""
-
-    def push_back(self, early: bytes) -> None:
-        self._ahead = early + self._ahead
-        if self._ahead:
-            self.recv, self.recv_all = self._recv_ahead, lambda views: self._recv_ahead(views[0])
-
-    def _recv_ahead(self, view: Buffer) -> int:
-        into = memoryview(view).cast("B")
-        n = min(len(self._ahead), len(into))
-        into[:n] = self._ahead[:n]
-        self._ahead = self._ahead[n:]
-        if not self._ahead:
-            self.recv, self.recv_all = self.link.recv_into, self.link.recv_into_all
-        return n
-
-
-@dataclass
-class Buffers:
-    """What the caller brings to one run: flat host arrays in the program's (carrier) dtype, and raw 16-bit contributions."""
-
-    data: Array
-    out: Array
-    raw: Array | None = None
-
-
-class Spot:
-    """A piece of a buffer: fixed over scratch, or cut from what the caller brings."""
-
-    __slots__ = ("fixed", "is_out", "start", "stop", "whole")
-
-    def __init__(self, fixed: Array | None, is_out: bool, start: int, stop: int, whole: bool) -> None:
-        self.fixed, self.is_out, self.start, self.stop, self.whole = fixed, is_out, start, stop, whole
-
-    def array(self, b: Buffers) -> Array:
-        if self.fixed is not None:
-            return self.fixed
-        base = b.out if self.is_out else b.data
-        return base if self.whole else base[self.start : self.stop]
-
-    def buffer(self, b: Buffers) -> Array:
-        """The same as something that a socket takes: complex numbers as pairs."""
-        array = self.array(b)
-        return array.view(array.real.dtype) if array.dtype.kind == "c" else array
-
-
-class Result:
-    """A piece of the result on its way to ranks that will round it to 16 bits: rounded here, once for each dtype and run."""
-
-    __slots__ = ("_at", "_program", "_rounded", "_seq", "_spot")
-
-    def __init__(self, program: Program, spot: Spot, at: int) -> None:
-        self._program, self._spot, self._at = program, spot, at
-        self._seq = -1
-        self._rounded: dict[DType, Array] = {}
-
-    @staticmethod
-    def nbytes(n_elements: int) -> int:
-        """Room for both dtypes."""
-        return len(_NARROW) * -(-2 * n_elements // _ALIGN) * _ALIGN
-
-    def rounded(self, dtype: DType, b: Buffers) -> Array:
-        if self._seq != self._program.seq:
-            self._seq = self._program.seq
-            self._rounded.clear()
-        found = self._rounded.get(dtype)
-        if found is None:
-            wide = self._spot.array(b)
-            at = self._at + _NARROW.index(dtype) * Result.nbytes(wide.size) // len(_NARROW)
-            narrow: Array = np.frombuffer(self._program.results_block(), dtype, wide.size, at)
-            cast(narrow, wide)
-            found = self._rounded[dtype] = narrow.view(carrier(dtype))
-        return found
-
-
-class Message:
-    """One message to send.
-
-    Attributes:
-        origin: where it came from, when it is only passed on: another rank's dtype is kept.
-        result, asker: when it is a result for one rank, and that rank's contribution, whose dtype says what it will round to.
-    """
-
-    __slots__ = ("asker", "header", "is_raw", "origin", "result", "spot")
-
-    def __init__(self, header: bytearray, spot: Spot, is_raw: bool, origin: Incoming | None) -> None:
-        self.header, self.spot, self.is_raw, self.origin = header, spot, is_raw, origin
-        self.result: Result | None = None
-        self.asker: Incoming | None = None
-
-    @property
-    def rounded_to(self) -> DType | None:
-        """The dtype of 16 bits that a result is sent in, if it is."""
-        dtype = None if self.asker is None else self.asker.payload_dtype()
-        return dtype if dtype in _NARROW else None
-
-    @property
-    def payload_nbytes(self) -> int:
-        if self.origin is not None and self.origin.side is not None:
-            return payload_nbytes(self.origin.header)
-        return (self.spot.stop - self.spot.start) * 2 if self.rounded_to is not None else payload_nbytes(self.header)
-
-    def buffers(self, b: Buffers) -> tuple[Any, Any]:
-        if self.result is not None and (dtype := self.rounded_to) is not None:
-            rounded, program = self.result.rounded(dtype, b), self.result._program
-            return program.own_header(self.header[:EXPECTED_BYTES] + payload_fields(CODES[dtype], rounded.nbytes)), rounded
-        if self.origin is not None and self.origin.side is not None:
-            return self._passed_on(self.origin), self.origin.side[HEADER_BYTES:]
-        if self.is_raw:
-            assert b.raw is not None
-            return self.header, b.raw if self.spot.whole else b.raw[self.spot.start : self.spot.stop]
-        return self.header, self.spot.buffer(b)
-
-    def _passed_on(self, origin: Incoming) -> bytearray:
-        return origin.program.own_header(self.header[:EXPECTED_BYTES] + origin.header[EXPECTED_BYTES:])
-
-
-class Sides:
-    """Memory for payloads of another dtype than their program's. All programs of a group share it, since one runs at a time."""
-
-    def __init__(self) -> None:
-        self.block = bytearray()
-
-    def reserve(self, nbytes: int, ahead: int = 1) -> bytearray:
-        """The block, of at least `nbytes`, grown by the factor `ahead`: a block that is replaced lives on under older programs."""
-        if nbytes > len(self.block):
-            self.block = bytearray(max(nbytes, ahead * len(self.block)))
-        return self.block
-
-
-class Incoming:
-    """One expected message: where it goes, and what its header must be.
-
-    A payload of another dtype than expected (a bfloat16 rank among float16 ranks) goes through a side buffer and is
-    converted; the next call then expects that dtype.
-    """
-
-    __slots__ = (
-        "_at", "_checked", "_frame", "_got", "_home", "_place", "_size", "_target", "_view", "before", "done", "dtype", "header",
-        "n_elements", "peer", "pipe", "program", "side", "spot",
-    )  # fmt: skip
-
-    def __init__(
-        self, program: Program, recv: Recv, pipe: Pipe, header: bytearray, spot: Spot, home: tuple[bytearray, int] | None, place: Place
-    ) -> None:
-        self.program, self.peer, self.pipe, self.header, self.spot = program, recv.peer, pipe, header, spot
-        self._place = place
-        self.n_elements = spot.stop - spot.start
-        self.dtype = program.dtype
-        self.side: memoryview | None = None
-        self.before: Incoming | None = None  # the message that comes first over the same link in this round
-        self.done = False
-        self._home = home
-        self._got = 0
-        self._checked = False
-        self._expect(self.payload_dtype())
-
-    def payload_dtype(self) -> DType:
-        """What the message is expected to bring, or has brought."""
-        return DTYPES[self.header[EXPECTED_BYTES]]
-
-    def _expect(self, payload: DType) -> None:
-        """Lay out where header and payload land, for a payload of dtype `payload`."""
-        self._size = HEADER_BYTES + self.n_elements * payload.itemsize
-        self._view: memoryview | None = None
-        self.side = None
-        if payload != self.dtype:
-            self._frame, self._at = self.program.side(self._place, self.n_elements, payload.itemsize)
-            self._view = self.side = memoryview(self._frame)[self._at : self._at + self._size]
-        elif self._home is not None:
-            self._frame, self._at = self._home
-            self._view = memoryview(self._frame)[self._at : self._at + self._size]
-        else:  # straight into the caller's memory, the header apart
-            self._frame, self._at = bytearray(HEADER_BYTES), 0
-
-    @property
-    def in_one_piece(self) -> bool:
-        """Whether header and payload land together, and the target is scratch."""
-        return self._view is not None and self.spot.fixed is not None
-
-    def landing(self) -> tuple[Incoming, memoryview, int, bytearray, int]:
-        """(this message, where it lands, its size, the frame and where the header is in it)."""
-        assert self._view is not None
-        return self, self._view, self._size, self._frame, self._at
-
-    def start(self, b: Buffers) -> None:
-        self.done = self._checked = False
-        self._got = 0
-        # A message with a side buffer needs its target as well: its sender may have changed back to our dtype.
-        self._target = self.spot.buffer(b) if self._view is None or (self.side is not None and self._home is None) else None
-
-    def step(self) -> bool:
-        """Read what is there. Returns whether anything came. Sets `done` when the message is complete."""
-        got = self._got
-        if got == 0:
-            n = self.pipe.recv(self._view) if self._view is not None else self.pipe.recv_all((self._frame, self._target))
-        else:
-            n = self._step_on(got)
-        if not n:
-            return False
-        self.took(n)
-        return True
-
-    def took(self, n: int) -> None:
-        """Account for `n` more bytes of this message, and check its header as soon as it is there."""
-        self._got = got = self._got + n
-        if not self._checked and got >= HEADER_BYTES:
-            if not self._frame.startswith(self.header, self._at):
-                self._unexpected()
-                return
-            self._checked = True
-        self.done = got == self._size
-
-    def progress(self) -> str:
-        """How far this message has come, for an error message."""
-        return f"sent {self._got} of {self._size} bytes"
-
-    def _step_on(self, got: int) -> int:
-        if self._view is not None:
-            return self.pipe.recv(self._view[got:])
-        assert self._target is not None
-        if got < HEADER_BYTES:
-            return self.pipe.recv_all((memoryview(self._frame)[got:], self._target))
-        return self.pipe.recv(self._target.view(np.uint8)[got - HEADER_BYTES :])
-
-    def _unexpected(self) -> None:
-        """The header is not the expected one: a call that does not match, or the same call with another payload dtype."""
-        start = bytes(self._frame[self._at : self._at + HEADER_BYTES])
-        theirs, ours = decode(start), decode(self.header)
-        assert ours is not None
-        if theirs is None:
-            raise ProtocolError(f"rank {self.peer} sent bytes that are no hostring frame: {start[:16].hex()}…", self.peer)
-        if start[:EXPECTED_BYTES] != bytes(self.header[:EXPECTED_BYTES]):
-            sides = f"this rank calls {ours.describe_call()}; rank {self.peer} calls {theirs.describe_call()}"
-            raise CollectiveMismatch(f"{sides}; they differ in: {ours.differs_from(theirs)}", self.peer)
-        payload = DTYPES[theirs.payload_dtype] if theirs.payload_dtype < len(DTYPES) else None
-        if payload is None or theirs.payload_nbytes != self.n_elements * payload.itemsize or kind_code(payload) != kind_code(self.dtype):
-            mine = NAMES[CODES[self.dtype]]
-            raise CollectiveMismatch(
-                f"rank {self.peer} sent {theirs.describe()}; this rank can't take that as {self.n_elements} of {mine}", self.peer
-            )
-        self.program.changed = True  # it goes through a side buffer from now on
-        received = start + self._payload_so_far()
-        self.header = self.program.own_header(bytearray(start))
-        self._expect(payload)
-        self._take_over(received)
-
-    def _payload_so_far(self) -> bytes:
-        if self._view is not None:
-            return bytes(self._view[HEADER_BYTES : self._got])
-        assert self._target is not None
-        return self._target.view(np.uint8)[: self._got - HEADER_BYTES].tobytes()
-
-    def _take_over(self, received: bytes) -> None:
-        """Put what was read under a wrong expectation where it belongs; the rest is the next message's."""
-        mine, rest = received[: self._size], received[self._size :]
-        self._got = len(mine)
-        if self._view is not None:
-            self._view[: len(mine)] = mine
-        else:
-            assert self._target is not None
-            self._target.view(np.uint8)[: len(mine) - HEADER_BYTES] = np.frombuffer(mine[HEADER_BYTES:], np.uint8)
-        self.pipe.push_back(rest)
-        self._checked = True
-        self.done = self._got == self._size
-
-    def convert(self, b: Buffers) -> None:
-        """Bring a payload of another dtype into place, rounding to nearest even where it must."""
-        if not self.program.narrow:
-            cast(self.spot.array(b).view(self.dtype), self.side_array())
-
-    def side_array(self) -> Array:
-        """The payload of another dtype, where it landed."""
-        assert self.side is not None
-        return np.frombuffer(self.side, self.payload_dtype(), self.n_elements, HEADER_BYTES)
-
-    def bound_convert(self) -> Callable[[], Any] | None:
-        """`convert` for a target in scratch, bound once and for all; None where nothing has to be converted."""
-        assert self.spot.fixed is not None
-        return None if self.side is None or self.program.narrow else bound_cast(self.spot.fixed, self.side_array())
+from .wire import HEADER_BYTES, SEQ, SEQ_OFFSET, Call, payload_nbytes
 
 
 @dataclass
@@ -462,7 +164,7 @@ class Program:
                     sizes[place] = max(sizes.get(place, 0), HEADER_BYTES + len(recv.into) * itemsize)
         for place, size in sizes.items():
             self._sides_at[place] = self._sides_nbytes, size
-            self._sides_nbytes += -(-size // _ALIGN) * _ALIGN
+            self._sides_nbytes += -(-size // ALIGN) * ALIGN
 
     def results_block(self) -> bytearray:
         """Where results are rounded before they leave."""
@@ -490,7 +192,7 @@ class Program:
     def _travels_as(self, recv: Recv) -> DType:
         """What `recv` brings, if the others bring what this rank brings."""
         own = self._raw_dtype
-        if own is not None and (recv.raw or (recv.result and self._results is not None and own in _NARROW)):
+        if own is not None and (recv.raw or (recv.result and self._results is not None and own in NARROW)):
             return own
         return self.dtype
 
@@ -523,9 +225,9 @@ class Program:
 
     def _message(self, k: int, part: int, send: Send) -> Message:
         origin = self._origins.get(send.what)
-        is_raw = send.raw and send.what.buffer == DATA and self._raw_dtype is not None
-        payload = self._raw_dtype if send.raw and self._raw_dtype is not None else self.dtype
-        return Message(self._header(k, part, len(send.what), payload), self._spot(send.what), is_raw, origin)
+        raw = self._raw_dtype if send.raw and send.what.buffer == DATA else None
+        payload = self.dtype if raw is None else raw
+        return Message(self._header(k, part, len(send.what), payload), self._spot(send.what), raw is not None, origin)
 
     def _result(self, what: Range, before: Mapping[Range, Result]) -> Result:
         at = sum(Result.nbytes(len(r)) for r in before)
@@ -600,15 +302,10 @@ def _places(round_: Round) -> Iterator[Place]:
         n_results += recv.result
 
 
-def payload_nbytes(header: bytearray) -> int:
-    """What a header says of its payload."""
-    return int.from_bytes(header[HEADER_BYTES - 8 : HEADER_BYTES], "little")
-
-
 def scratch_layout(lengths: Mapping[str, int], itemsize: int) -> tuple[dict[str, int], int]:
     """Where each scratch buffer begins, with room for a header before its first element, and the total in bytes."""
     homes, at = {}, 0
     for name, length in lengths.items():
         homes[name] = at
-        at += HEADER_BYTES + -(-length * itemsize // _ALIGN) * _ALIGN
+        at += HEADER_BYTES + -(-length * itemsize // ALIGN) * ALIGN
     return homes, at

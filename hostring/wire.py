@@ -80,6 +80,11 @@ def payload_fields(payload_dtype: int, nbytes: int) -> bytes:
     return _PAYLOAD.pack(payload_dtype, nbytes)
 
 
+def payload_nbytes(header: bytes | bytearray) -> int:
+    """What a header says of its payload."""
+    return int.from_bytes(header[HEADER_BYTES - 8 : HEADER_BYTES], "little")
+
+
 def numbered(seq: int) -> str:
     """A call's number in words."""
     return f"#{seq}" if seq < START_SEQ else f"#{seq - START_SEQ} of the start"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -304,3 +306,35 @@ def test_a_world_of_one_is_the_identity(run_ranks):
         return functools.reduce(int.__add__, (link.payload_sent for link in comm.counters.links.values()), 0)
 
     assert run_ranks(1, body) == [0]
+
+
+def test_no_array_is_held_after_its_call(run_ranks):
+    """Programs are kept for the next call of their shape; what the caller brought and got is not kept with them."""
+
+    def calls(comm):
+        n = comm.world_size
+        made = {
+            "all_reduce": lambda x: comm.all_reduce(x),
+            "all_reduce of float16": lambda x: comm.all_reduce(x.astype(np.float16)),
+            "all_gather": lambda x: comm.all_gather(x),
+            "reduce_scatter": lambda x: comm.reduce_scatter(x),
+            "broadcast": lambda x: comm.broadcast(x),
+            "gather": lambda x: comm.gather(x, 1),
+            "scatter": lambda x: comm.scatter(x.reshape(n, -1) if comm.rank == 0 else None, out=np.empty(x.size // n, np.float32)),
+            "all_to_all": lambda x: comm.all_to_all(x),
+            "reduce": lambda x: comm.reduce(x, 0),
+        }
+        held = []
+        for name, call in made.items():
+            x = np.ones(300_000 * n, np.float32)
+            result = call(x)
+            arrays = [weakref.ref(a) for a in (x, result) if a is not None]
+            del x, result
+            held += [name for a in arrays if a() is not None]
+        return held
+
+    gc.disable()
+    try:
+        assert run_ranks(3, calls) == [[]] * 3
+    finally:
+        gc.enable()

@@ -51,7 +51,7 @@ def expected(world_size: int, order: str = "rank") -> list[bytes]:
     return [bits(fold_in_order(order, rank_distinct(world_size, n))) for n in SIZES]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize(
     ("topology", "order"), [("mesh", "rank"), ("ring", "rank"), ("ring", "ring"), ("star", "rank"), ("tree", "tree"), ("auto", "rank")]
 )

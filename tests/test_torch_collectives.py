@@ -167,7 +167,7 @@ def _movements(group):
     return True
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_movement_of_every_dtype(world_size):
     assert all(pool.run(world_size, _movements))
 
@@ -378,7 +378,7 @@ def _hashes(group):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_the_hash_is_that_of_comm_in_every_topology(world_size):
     seen = {}
     for topology, order in (("ring", "rank"), ("star", "rank"), ("mesh", "rank"), ("tree", "tree"), ("mesh", "tree")):
