@@ -82,7 +82,7 @@ class Comm(Caller):
         started = perf_counter()
         adapter = ADAPTERS.get(type(x)) or adapter_for(x)
         view = adapter.view(x)
-        if view is not None:
+        if view is not None and not self._rounds:
             program = self._programs.get((view.size, view.dtype, op, None))
             if program is not None and (direct := program.direct) is not None:
                 self._run_direct(direct, view if program.carried is None else view.view(program.carried), None, timeout, started)

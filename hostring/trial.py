@@ -134,7 +134,7 @@ def _shared(comm: Comm, plan: Any) -> Any:
 
 
 def _try(comm: Comm, ways: Sequence[_Way], nbytes: int, seconds: float, rounds: int) -> dict[tuple[_Way, int], float]:
-    """Seconds of each way on the slowest rank: the median of the rounds' medians. Where ranks share cores, the best is mere luck."""
+    """Seconds of each way: the median of the rounds' medians. Where ranks share cores, the best is mere luck."""
     x = np.zeros(max(1, nbytes // _ITEMSIZE), np.float32)
     counts: dict[_Way, int] = {}
     samples: dict[_Way, list[float]] = {way: [] for way in ways}
@@ -145,11 +145,10 @@ def _try(comm: Comm, ways: Sequence[_Way], nbytes: int, seconds: float, rounds: 
             call(0)
             if way not in counts:
                 counts[way] = _agreed_count(comm, call, seconds)
-            samples[way].append(_median(call, counts[way]))
+            samples[way].append(_median(comm, call, counts[way]))
     comm._tuner.release()
     comm._planner.drop()
-    middles = comm.all_reduce(np.array([statistics.median(samples[way]) for way in ways]), "max")
-    return {(way, nbytes): float(s) for way, s in zip(ways, middles, strict=True)}
+    return {(way, nbytes): statistics.median(seconds) for way, seconds in samples.items()}
 
 
 def _force(comm: Comm, way: _Way) -> None:
@@ -167,13 +166,14 @@ def _agreed_count(comm: Comm, call: Callable[[int], Any], seconds: float) -> int
     return int(agreed[0])
 
 
-def _median(call: Callable[[int], Any], count: int) -> float:
+def _median(comm: Comm, call: Callable[[int], Any], count: int) -> float:
+    """Of seconds of a call, which has taken as long as on the rank where it took longest."""
     times = []
     for i in range(count):
         began = perf_counter()
         call(i)
         times.append(perf_counter() - began)
-    return statistics.median(times)
+    return float(np.median(comm.all_reduce(np.array(times), "max")))
 
 
 def _call(comm: Comm, collective: str, x: Any) -> Callable[[int], Any]:

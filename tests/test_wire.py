@@ -94,6 +94,17 @@ def test_other_dtypes_travel_in_their_own_bits(run_ranks):
     assert bits(results[1]) == bits(total.astype(np.float16))
 
 
+def test_a_call_of_the_same_shape_does_not_carry_over(run_ranks):
+    """A strided float16 tensor travels as float32, unrounded; the next call's float32 must not."""
+
+    def calls(comm):
+        strided = torch.ones(300, 2, dtype=torch.float16)[:, 0]
+        comm.all_reduce(strided)
+        return float(strided[0]), float(comm.all_reduce(np.full(300, 1 + 2**-10, np.float32))[0])
+
+    assert run_ranks(2, calls, wire="bfloat16") == [(2.0, 2.0)] * 2
+
+
 def test_half_the_bytes_between_two(run_ranks):
     def calls(comm):
         before = comm.counters.payload_sent
