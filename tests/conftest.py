@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import threading
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,9 @@ import hostring
 from hostring.rendezvous import MemoryStore
 
 DEADLINE = 60.0
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class RankFailed(AssertionError):
