@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from . import bootstrap, forked
-from .casting import cast
+from .casting import cast, copy
 from .control import Control, again
 from .counters import STAGE, Counters
 from .dtypes import BFLOAT16, FLOAT32, Array, DType, carrier, check_op, wire_dtype
@@ -42,7 +42,7 @@ class Caller:
     def __init__(self, group: bootstrap.Group, *, topology: str, order: str, wire: str, timeout: float) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self.order, self.wire, self.topology, self.timeout = order, wire, topology, timeout
-        self._rounds = wire != "float32"
+        self._narrows = wire != "float32"
         pipes = {peer: Pipe(link) for peer, link in group.data.items()}
         self.counters = Counters(pipes)
         self._group = group
@@ -50,7 +50,7 @@ class Caller:
         self._control = Control(group.rank, group.control)
         self.recorder = Recorder(group.name, group.rank, group.world_size)
         self._engine = Engine(self._control, self.counters, self.recorder, *_spins(group))
-        self._planner = Planner(group.rank, group.world_size, self._tuner, order, group.epoch, pipes, self.counters, not self._rounds)
+        self._planner = Planner(group.rank, group.world_size, self._tuner, order, group.epoch, pipes, self.counters, not self._narrows)
         self._programs = self._planner.programs
         self._messenger = Messenger(group.rank, group.p2p, self._control, self.counters, group.epoch)
         self._turns = Turns(f"hostring-{group.name}-{group.rank}")
@@ -123,13 +123,13 @@ class Caller:
         self._control.flood(cause)
         self._messenger.abort(cause)
         if program is not None:
-            self.recorder.record((program, self._seq, started, perf_counter(), 0.0, 0.0, -1 if cause.rank is None else cause.rank))
+            self.recorder.record((program.subject, self._seq, started, perf_counter(), 0.0, 0.0, -1 if cause.rank is None else cause.rank))
         self.recorder.dump(str(cause))
         return again(cause) if isinstance(exc, HostringError) else exc
 
     def _travels_as(self, dtype: DType) -> DType:
         """The dtype of a contribution of `dtype` on its way."""
-        return BFLOAT16 if self._rounds and dtype == FLOAT32 else dtype
+        return BFLOAT16 if self._narrows and dtype == FLOAT32 else dtype
 
     def _stage(self, adapter: Adapter, x: Any, view: Array | None, own: DType, in_place: bool = False) -> tuple[Array, Array | None]:
         """What `x` contributes, as a flat wire array, and in its own bits when they may travel raw.
@@ -159,7 +159,7 @@ class Caller:
         """Round `data` to what it travels as, in place, and return it so, in reused memory behind the first `after` bytes."""
         raw = self._planner.room(data.size, BFLOAT16, after)
         if data.size <= _FEW:
-            np.copyto(raw, data, casting="unsafe")
+            copy(raw, data)
         else:
             cast(raw, data)
         np.copyto(data, raw)

@@ -16,7 +16,7 @@ from . import bootstrap
 from .agreement import agree
 from .caller import NOTHING, Caller, check_out, check_tag
 from .counters import STAGE
-from .dtypes import BFLOAT16, BY_NAME, FLOAT16, Array, DType, carrier, check_op, wire_dtype
+from .dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, Array, DType, carrier, check_op, wire_dtype
 from .errors import CollectiveMismatch, HostringError
 from .fold import divide
 from .outgoing import Buffers
@@ -82,7 +82,7 @@ class Comm(Caller):
         started = perf_counter()
         adapter = ADAPTERS.get(type(x)) or adapter_for(x)
         view = adapter.view(x)
-        if view is not None and not self._rounds:
+        if view is not None and not (self._narrows and view.dtype == FLOAT32):
             program = self._programs.get((view.size, view.dtype, op, None))
             if program is not None and (direct := program.direct) is not None:
                 self._run_direct(direct, view if program.carried is None else view.view(program.carried), None, timeout, started)
@@ -522,7 +522,8 @@ class Comm(Caller):
             self.abort(f"{type(exc).__name__}: {exc}")
 
     def expected_payload(self, collective: str, n_elements: int, dtype: Any = "float32", root: int = 0) -> int:
-        """Payload bytes that this rank sends in one call, from the schedule alone, when all ranks bring the same dtype.
+        """Payload bytes that this rank sends in one call, from the schedule alone, when all ranks bring the same dtype, and for
+        any operator but avg, whose results are divided before they are rounded.
 
         Args:
             n_elements: of the buffer of all_reduce, reduce, reduce_scatter, broadcast and all_to_all, evenly divided where it is

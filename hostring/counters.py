@@ -43,10 +43,8 @@ class Counters:
     def harvest(self, programs: Iterable[Program] | None = None) -> None:
         """Turn the run counts of `programs` into traffic. Done when asked, so that a run costs one increment."""
         for program in list(self.programs if programs is None else programs):
-            runs, program.runs = program.runs, 0
-            if runs:
-                for peer, (a, b, c, d) in program.traffic().items():
-                    self.add(peer, runs * a, runs * b, runs * c, runs * d)
+            for peer, (a, b, c, d) in program.moved().items():
+                self.add(peer, a, b, c, d)
 
     def add(self, peer: int, messages_sent: int, payload_sent: int, messages_received: int, payload_received: int) -> None:
         link = self._links[peer]

@@ -111,7 +111,7 @@ class Engine:
         seconds[TRANSFER] += (sent - started) + (arrived - came)
         seconds[FOLD] += now - arrived
         program = direct.program
-        self._record((program, seq, started, now, came - sent, now - arrived, late))
+        self._record((program.subject, seq, started, now, came - sent, now - arrived, late))
         if program.changed:
             program.end()
         else:
@@ -182,7 +182,7 @@ class Engine:
         seconds[WAIT] += waiting
         now = perf_counter()
         seconds[TRANSFER] += now - started - folding - waiting
-        self._record((program, seq, started, now, waiting, folding, self._late))
+        self._record((program.subject, seq, started, now, waiting, folding, self._late))
         program.end()
 
     def _exchange(

@@ -18,7 +18,7 @@ from .wire import EXPECTED_BYTES, HEADER_BYTES, decode
 if TYPE_CHECKING:
     from .program import Program
 
-Place: TypeAlias = "tuple[str, int]"
+SidePlace: TypeAlias = "tuple[str, int]"
 
 
 class Pipe:
@@ -50,7 +50,7 @@ class Pipe:
 
 
 class Sides:
-    """Memory for payloads of another dtype than their program's. All programs of a group share it, since one runs at a time."""
+    """Memory for payloads of another dtype than their program's, that come or go. All programs of a group share it: one runs at a time."""
 
     def __init__(self) -> None:
         self.block = bytearray()
@@ -75,7 +75,7 @@ class Incoming:
     )  # fmt: skip
 
     def __init__(
-        self, program: Program, recv: Recv, pipe: Pipe, header: bytearray, spot: Spot, home: tuple[bytearray, int] | None, place: Place
+        self, program: Program, recv: Recv, pipe: Pipe, header: bytearray, spot: Spot, home: tuple[bytearray, int] | None, place: SidePlace
     ) -> None:
         self.program, self.peer, self.pipe, self.header, self.spot = program, recv.peer, pipe, header, spot
         self._place = place
@@ -170,13 +170,16 @@ class Incoming:
             raise ProtocolError(f"rank {self.peer} sent bytes that are no hostring frame: {start[:16].hex()}…", self.peer)
         if start[:EXPECTED_BYTES] != bytes(self.header[:EXPECTED_BYTES]):
             sides = f"this rank calls {ours.describe_call()}; rank {self.peer} calls {theirs.describe_call()}"
-            raise CollectiveMismatch(f"{sides}; they differ in: {ours.differs_from(theirs)}", self.peer)
+            differs = ours.differs_from(theirs)
+            raise CollectiveMismatch(f"{sides}; they differ in: {differs}" if differs else sides, self.peer)
         payload = DTYPES[theirs.payload_dtype] if theirs.payload_dtype < len(DTYPES) else None
         if payload is None or theirs.payload_nbytes != self.n_elements * payload.itemsize or kind_code(payload) != kind_code(self.dtype):
             mine = NAMES[CODES[self.dtype]]
             raise CollectiveMismatch(
                 f"rank {self.peer} sent {theirs.describe()}; this rank can't take that as {self.n_elements} of {mine}", self.peer
             )
+        if not self.program.changed:
+            self.program.bank()
         self.program.changed = True  # it goes through a side buffer from now on
         received = start + self._payload_so_far()
         self.header = self.program.own_header(bytearray(start))

@@ -44,6 +44,7 @@ class Planner:
         self._tuner, self._order, self._epoch, self._pipes, self._counters = tuner, order, epoch, pipes, counters
         # All-reduces by (n_elements, dtype that is folded, op, raw dtype or None); the others begin with a name.
         self.programs: dict[Any, Program] = {}
+        self._wide: set[Any] = set()  # of the same keys: what can't be narrow
         self._scratch = bytearray()
         self._sides = Sides()
         self._results = Sides() if round_results else None
@@ -65,7 +66,7 @@ class Planner:
         return room
 
     def all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None) -> Program:
-        """`dtype` is the wire dtype; `raw` that of contributions which travel in their own bits, or None."""
+        """`dtype` is the one that is folded; `raw` the narrower one that contributions travel in, or None."""
         key = (n_elements, dtype, op, raw)
         return self.programs.get(key) or self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, raw))
 
@@ -86,10 +87,11 @@ class Planner:
             return None
         key = (n_elements, dtype, op, None)
         known = self.programs.get(key)
-        if known is not None:
+        if known is not None or key in self._wide:
             return known
         schedule = self.all_reduce_schedule(n_elements, FLOAT32.itemsize)
         if schedule.sent_elements(raw=False) or not all(recv.raw for round_ in schedule.rounds for recv in round_.recvs):
+            self._wide.add(key)
             return None
         return self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, None))
 
@@ -164,9 +166,7 @@ class Planner:
         if needed > len(self._scratch):
             self._drop()
             self._scratch = bytearray(needed)
-        folds = None
-        if call.op is not None:
-            folds = fold_functions(call.op, dtype)
+        folds = None if call.op is None else fold_functions(call.op, dtype)
         sides = self._sides.block
         results = None if call.op == "avg" else self._results  # an average is divided before it is rounded
         program = Program(schedule, call, dtype, folds, self._pipes, self._scratch, self._sides, results, raw, first_round)
@@ -187,6 +187,7 @@ class Planner:
         self._counters.harvest()
         self._counters.programs.clear()
         self.programs.clear()
+        self._wide.clear()
 
 
 def _extent(collective: str, n_elements: int, detail: Any) -> int:

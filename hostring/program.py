@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from .casting import cast
-from .dtypes import CODES, DTYPES, FLOAT32, Array, DType, carrier
+from .casting import bound_cast, cast
+from .dtypes import BFLOAT16, CODES, DTYPES, FLOAT32, Array, DType, carrier
 from .fold import Expression, Fold2, fold_functions, narrow_sum
-from .incoming import Incoming, Pipe, Place, Sides
+from .incoming import Incoming, Pipe, SidePlace, Sides
 from .outgoing import ALIGN, NARROW, Message, Result, Spot
 from .schedule import DATA, OUT, Fold, Range, Recv, Round, Schedule, Send
 from .wire import HEADER_BYTES, SEQ, SEQ_OFFSET, Call, payload_nbytes
@@ -87,6 +87,8 @@ class Program:
     """See the module. `runs` counts completed runs; what each run moves is in `traffic`, by peer.
 
     Attributes:
+        subject: what the flight recorder keeps: the call, and the name of the dtype that is folded or moved.
+        carried: see `carrier`; None unless the program is narrow.
         narrow: contributions are 16-bit floats, and folded as such: the bits are those of folding in float32 and rounding, and
             three casts are saved. Only a sum of two can be had so.
     """
@@ -100,13 +102,16 @@ class Program:
         self.carried = carrier(dtype) if self.narrow else None  # what the caller's memory is seen as
         self.headers: list[bytearray] = []
         self.runs = 0
+        self._wide: dict[int, tuple[Array, Array]] = {}
+        self._banked: dict[int, tuple[int, ...]] = {}
+        self.subject = call, dtype.name
         self.seq = 0
         self._schedule, self._pipes, self._first_round = schedule, pipes, first_round
         self._raw_dtype = raw_dtype
         self._scratch = scratch
         self._homes = scratch_layout(schedule.scratch, dtype.itemsize)[0]
         self._sides, self._sides_nbytes = sides, 0
-        self._sides_at: dict[Place, tuple[int, int]] = {}
+        self._sides_at: dict[SidePlace, tuple[int, int]] = {}
         self._results, self._results_nbytes = results, 0
         if raw_dtype is not None:
             self._lay_out_sides(raw_dtype.itemsize, lambda recv: self._travels_as(recv) != dtype)
@@ -123,6 +128,20 @@ class Program:
         if self.changed:
             self.changed = False
             self.direct = Direct.of(self)
+
+    def bank(self) -> None:
+        """Put aside what was moved so far, before a peer's dtype changes what a run moves."""
+        runs, self.runs = self.runs, 0
+        if runs:
+            for peer, row in self.traffic().items():
+                before = self._banked.get(peer, (0, 0, 0, 0))
+                self._banked[peer] = tuple(b + runs * r for b, r in zip(before, row, strict=True))
+
+    def moved(self) -> dict[int, tuple[int, ...]]:
+        """What was moved since this was last asked, in the form of `traffic`."""
+        self.bank()
+        moved, self._banked = self._banked, {}
+        return moved
 
     def traffic(self) -> dict[int, tuple[int, int, int, int]]:
         """Per peer: messages and payload bytes sent, messages and payload bytes received in one run."""
@@ -149,7 +168,7 @@ class Program:
             SEQ.pack_into(header, SEQ_OFFSET, self.seq)
         return shared
 
-    def side(self, place: Place, n_elements: int, itemsize: int) -> tuple[bytearray, int]:
+    def side(self, place: SidePlace, n_elements: int, itemsize: int) -> tuple[bytearray, int]:
         """Where a payload of another `itemsize` lands, header first: a block and an offset."""
         if self._sides_at.get(place, (0, 0))[1] < HEADER_BYTES + n_elements * itemsize:
             self._lay_out_sides(itemsize, lambda recv: True)
@@ -157,7 +176,7 @@ class Program:
         return self._sides.reserve(self._sides_nbytes), self._sides_at[place][0]
 
     def _lay_out_sides(self, itemsize: int, wanted: Callable[[Recv], bool]) -> None:
-        sizes: dict[Place, int] = {}
+        sizes: dict[SidePlace, int] = {}
         for round_ in self._schedule.rounds:
             for recv, place in zip(round_.recvs, _places(round_), strict=True):
                 if wanted(recv):
@@ -234,7 +253,7 @@ class Program:
         self._results_nbytes = max(self._results_nbytes, at + Result.nbytes(len(what)))
         return Result(self, self._spot(what), at)
 
-    def _incoming(self, k: int, part: int, recv: Recv, place: Place) -> Incoming:
+    def _incoming(self, k: int, part: int, recv: Recv, place: SidePlace) -> Incoming:
         scratch = recv.into.buffer not in (DATA, OUT) and recv.into.start == 0
         home = (self._scratch, self._homes[recv.into.buffer]) if scratch else None
         header = self._header(k, part, len(recv.into), self._travels_as(recv))
@@ -266,31 +285,53 @@ class Program:
         needs = tuple(where[r] for r in read if r in where)
         after = any(s.what.buffer == out.buffer and max(s.what.start, out.start) < min(s.what.stop, out.stop) for s in sends)
         if self.narrow and f is not None:  # this rank's contribution is where the sum goes
-            f = _NarrowSum(self.dtype, self.call.n_elements, self._origins[next(r for r in read if r != out)])
+            f = _NarrowSum(self.dtype, self.call.n_elements, self._origins[next(r for r in read if r != out)], self._wide)
         return Step(f, self._spot(left), None if right is None else self._spot(right), self._spot(out), needs, after)
 
 
 class _NarrowSum:
-    """The fold of a narrow program. What came in another dtype than this rank's is added in float32, as everywhere else."""
+    """The fold of a narrow program. What came in another dtype than this rank's is added in float32, as everywhere else.
 
-    def __init__(self, dtype: DType, n_elements: int, theirs: Incoming) -> None:
+    Args:
+        dtype: of this rank's contribution. n_elements: of the whole buffer.
+        theirs: the other contribution.
+        wide: float32 arrays by size, two of each, which all folds of the program share.
+    """
+
+    def __init__(self, dtype: DType, n_elements: int, theirs: Incoming, wide: dict[int, tuple[Array, Array]]) -> None:
         bind = narrow_sum(dtype, n_elements)
         assert bind is not None
         assert theirs.spot.fixed is not None
-        self._add, self._dtype, self._theirs = bind(theirs.spot.fixed), dtype, theirs
+        self._add, self._dtype, self._theirs, self._wide = bind(theirs.spot.fixed), dtype, theirs, wide
+        self._fold = fold_functions("sum", FLOAT32)[1]
+        self._bound: memoryview | None = None  # the payload that `_widen` is bound to
+        self._widen: Callable[[], Any] = _nothing
 
     def __call__(self, left: Array, right: Array, out: Array) -> None:
         if self._theirs.side is None:
             self._add(out)
             return
-        total, other = np.empty(out.size, FLOAT32), np.empty(out.size, FLOAT32)
-        cast(total, out.view(self._dtype))
-        cast(other, self._theirs.side_array())
-        fold_functions("sum", FLOAT32)[1](total, other, total)
-        cast(out.view(self._dtype), total)
+        if out.size not in self._wide:
+            self._wide[out.size] = np.empty(out.size, FLOAT32), np.empty(out.size, FLOAT32)
+        total, other = self._wide[out.size]
+        if self._bound is not self._theirs.side:
+            self._bound = self._theirs.side
+            self._widen = bound_cast(other, self._theirs.side_array())
+        mine = out.view(self._dtype)
+        if self._dtype == BFLOAT16:
+            np.copyto(total, mine)  # faster than any library's own
+        else:
+            cast(total, mine)
+        self._widen()
+        self._fold(total, other, total)
+        cast(mine, total)
 
 
-def _places(round_: Round) -> Iterator[Place]:
+def _nothing() -> None:
+    pass
+
+
+def _places(round_: Round) -> Iterator[SidePlace]:
     """For each message of a round, what its side place is shared with: the same scratch, or results of other rounds.
 
     What lands in the same place of scratch can share: as long as the one is in use, so is the other. Results are brought into

@@ -13,14 +13,15 @@ from time import perf_counter
 from typing import Any, Final
 
 from .dtypes import NAMES
-from .program import Program
+from .wire import Call
 
 log = logging.getLogger("hostring")
 
 KEPT: Final = 1000
 _EPOCH: Final = time.time() - perf_counter()  # what turns a perf_counter time into one that other machines know
 
-Entry = tuple[Program, int, float, float, float, float, int]  # program, seq, started, ended, waiting, folding, waited-for rank
+Entry = tuple[tuple[Call, str], int, float, float, float, float, int]
+"""What it was (see `Program.subject`), seq, started, ended, seconds of waiting and of folding, the rank that was waited for."""
 
 
 class Recorder:
@@ -81,14 +82,13 @@ class Recorder:
 
 
 def _row(entry: Entry) -> dict[str, Any]:
-    program, seq, started, ended, waiting, folding, waited_for = entry
-    call = program.call
+    (call, dtype), seq, started, ended, waiting, folding, waited_for = entry
     return {
         "seq": seq,
         "collective": call.collective,
         "op": call.op,
         "n_elements": call.n_elements,
-        "dtype": NAMES[call.kind] if call.kind < len(NAMES) else program.dtype.name,
+        "dtype": NAMES[call.kind] if call.kind < len(NAMES) else dtype,
         "schedule": call.schedule,
         "started": _EPOCH + started,
         "seconds": ended - started,

@@ -164,7 +164,7 @@ def default_table(rules: Rules, order: str, world_size: int, *, one_host: bool) 
 @lru_cache(maxsize=256)
 def _few_rounds_nbytes(small: str, large: str, world_size: int, one_host: bool) -> int:
     """Up to which size the variant with fewer rounds is the quicker one."""
-    if world_size == 2:  # both send the same bytes, but one shot sends nothing but contributions, which may travel in 16 bits
+    if world_size == 2:  # both send the same bytes, one shot in one round; and what it folds in 16 bits need not be widened
         return WHOLE
     if one_host:
         return ONE_HOST_NBYTES.get(world_size, _ONE_HOST_MANY)

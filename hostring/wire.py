@@ -124,10 +124,10 @@ class Header:
 
     def differs_from(self, other: Header) -> str:
         """In words: in what these two calls differ, as seen from this side; empty where only the payloads do."""
-        rooted = self.collective == other.collective and self.detail != other.detail
-        detail = "root" if rooted and COLLECTIVES[self.collective] in _ROOTED else "counts"
         in_words = {"collective": "collective", "seq": "number of the call", "n_elements": "number of elements", "dtype": "dtype",
-                    "op": "operator", "detail": detail, "order": "order"}  # fmt: skip
+                    "op": "operator", "order": "order"}  # fmt: skip
+        if self.collective == other.collective < len(COLLECTIVES):
+            in_words["detail"] = "root" if COLLECTIVES[self.collective] in _ROOTED else "counts"
         found = [words for field, words in in_words.items() if getattr(self, field) != getattr(other, field)]
         inside = [(field, getattr(self, field), getattr(other, field)) for field in ("schedule", "epoch", "round", "part")]
         return ", ".join(found or [f"{field} ({mine} here, {theirs} there)" for field, mine, theirs in inside if mine != theirs])

@@ -140,6 +140,30 @@ def test_mixed_dtypes_are_counted_as_they_travel(run_ranks, topology, order, n_e
         assert [counts[0]["payload_sent"] for counts in results] == sent
 
 
+@pytest.mark.parametrize(("world_size", "variant"), [(2, "mesh/one_shot"), (3, "mesh/two_shot")])
+def test_calls_before_a_peer_changed_its_dtype_count_as_they_were(run_ranks, world_size, variant):
+    def body(comm):
+        force(comm, variant, 4096)
+        per_call = []
+        for k in range(12):
+            before = comm.counters.payload_received if k in (0, 9, 10, 11) else None
+            comm.all_reduce(np.ones(3000, np.float16 if k > 9 and comm.rank == 1 else np.float32))
+            per_call.append(None if before is None else comm.counters.payload_received - before)
+        return per_call[0], per_call[9], per_call[10], comm.counters.payload_sent, comm.counters.payload_received
+
+    def uncounted(comm):  # nobody asks until the end
+        force(comm, variant, 4096)
+        for k in range(12):
+            comm.all_reduce(np.ones(3000, np.float16 if k > 9 and comm.rank == 1 else np.float32))
+        return comm.counters.payload_sent, comm.counters.payload_received
+
+    asked = run_ranks(world_size, body)
+    assert run_ranks(world_size, uncounted) == [counts[-2:] for counts in asked]
+    for first, tenth, changed, *_ in asked[:1]:
+        assert first == tenth
+        assert changed < first
+
+
 def test_a_group_begins_with_nothing(run_ranks):
     """Whatever start-up exchanged is not the user's."""
 

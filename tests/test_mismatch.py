@@ -122,6 +122,7 @@ def test_what_two_headers_differ_in():
 
     assert header().differs_from(header(detail=1)) == "root"
     assert header().differs_from(header(detail=1, n_elements=9)) == "number of elements, root"
+    assert header().differs_from(header(collective="reduce", detail=1)) == "collective"
     assert header(collective="all_gather").differs_from(header(collective="all_gather", detail=1)) == "counts"
     assert header().differs_from(header(schedule=3)) == "schedule (0 here, 3 there)"
     assert header().differs_from(header()) == ""

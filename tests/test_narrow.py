@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hostring.fold import narrow_sum
+from hostring.planner import Planner
 from hostring.staging import adapter_for
 
 NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -102,6 +103,37 @@ def test_a_peer_that_brings_another_dtype_is_folded_in_float32(run_ranks, n_elem
     by_rank = run_ranks(2, calls)
     for k, plan in enumerate(plans):
         check([by_rank[rank][k] for rank in range(2)], [as_numpy(brought(plan, rank)) for rank in range(2)])
+
+
+@pytest.mark.parametrize("n_elements", [64, 20_000, 600_001])
+def test_two_dtypes_of_16_bits_again_and_again(run_ranks, n_elements):
+    """The memory in which they are widened is used again, also by the segments of one call."""
+    kinds = ("bfloat16", "float16")
+    contributions = [
+        [np.nan_to_num(every_pair_of("bfloat16", n_elements, 10 * k + rank).astype(np.float32)).clip(-100, 100) for rank in range(2)]
+        for k in range(4)
+    ]
+    brought = [[row.astype(NUMPY[kind]) for row, kind in zip(rows, kinds, strict=True)] for rows in contributions]
+
+    def calls(comm):
+        return [as_numpy(comm.all_reduce(as_torch(rows[comm.rank], kinds[comm.rank]))) for rows in brought]
+
+    by_rank = run_ranks(2, calls)
+    for k, rows in enumerate(brought):
+        check([by_rank[rank][k] for rank in range(2)], rows)
+
+
+def test_a_schedule_that_sends_sums_is_not_looked_at_in_every_call(run_ranks, monkeypatch):
+    built = []
+    schedule = Planner.all_reduce_schedule
+    monkeypatch.setattr(Planner, "all_reduce_schedule", lambda self, *args: built.append(args) or schedule(self, *args))
+
+    def calls(comm):
+        for _ in range(20):
+            comm.all_reduce(torch.ones(100, dtype=torch.bfloat16))
+
+    run_ranks(2, calls, topology="star")
+    assert len(built) <= 4, "once on each rank, and once more when scratch has grown"
 
 
 def test_only_sums_of_two_are_narrow(run_ranks):

@@ -105,6 +105,18 @@ def test_a_call_of_the_same_shape_does_not_carry_over(run_ranks):
     assert run_ranks(2, calls, wire="bfloat16") == [(2.0, 2.0)] * 2
 
 
+@pytest.mark.parametrize("n_elements", [5, 5000])
+def test_a_signalling_nan_is_no_error(run_ranks, n_elements):
+    bits_of_it = np.full(n_elements, 0x7F800001, np.uint32)
+
+    def calls(comm):
+        with np.errstate(all="raise"):
+            return comm.all_reduce(bits_of_it.view(np.float32).copy() if comm.rank else np.ones(n_elements, np.float32))
+
+    for result in run_ranks(2, calls, wire="bfloat16"):
+        assert np.isnan(result).all()
+
+
 def test_half_the_bytes_between_two(run_ranks):
     def calls(comm):
         before = comm.counters.payload_sent

@@ -93,7 +93,7 @@ class Core(_TorchGroup):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        """None: a group that is split from this one makes its own."""
+        """None: torch's options have no word of ours. A group that is split from this one takes over what this one was given."""
         return None
 
     def split_group(
@@ -104,7 +104,8 @@ class Core(_TorchGroup):  # type: ignore[misc]
         if self.comm.rank not in ranks:
             return None
         prefix = c10d.PrefixStore(f"{group_name or ','.join(map(str, ranks))}/", self._store)
-        child = self._split(prefix, sorted(ranks).index(self.comm.rank), len(ranks), timeout or self._default_timeout, opts)
+        options = self.comm if opts is None else opts  # its topology, order and wire are this group's
+        child = self._split(prefix, sorted(ranks).index(self.comm.rank), len(ranks), timeout or self._default_timeout, options)
         child.setGroupName(group_name or "")
         child.setGroupDesc(group_desc or "")
         return child
