@@ -104,6 +104,7 @@ def test_an_interrupted_demo_ends_as_one() -> None:
         while "ready" not in demo.stdout.readline() and time.monotonic() < until:
             assert demo.poll() is None
         demo.send_signal(signal.SIGINT)
+        demo.wait(timeout=30)  # its input stays open until then: the end of it would end the chat as well
         _, said = demo.communicate(timeout=30)
     assert demo.returncode == 130, said
     assert "Traceback" not in said

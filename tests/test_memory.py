@@ -69,9 +69,9 @@ def test_many_shapes_share_the_memory_of_the_largest(run_ranks, topology, kinds)
 
 def test_one_huge_call_does_not_hold_its_staging_memory_for_ever(run_ranks):
     def body(comm):
-        comm.all_reduce(np.ones(17 * MEGABYTE, np.float16))
+        comm.all_reduce(np.ones(17 * MEGABYTE, np.float16), "max")
         before = comm._planner._room.nbytes
-        comm.all_reduce(np.ones(1000, np.float16))
+        comm.all_reduce(np.ones(1000, np.float16), "max")
         return before, comm._planner._room.nbytes
 
     for before, after in run_ranks(2, body):

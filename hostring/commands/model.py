@@ -140,5 +140,7 @@ def _finish(result: dict[str, Any], json_file: Path | None) -> None:
 
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if result.get("error") == "interrupted":
+        raise typer.Exit(130)
     if result["faults"] or "error" in result or not all(turn["complete"] for turn in result.get("turns", ())):
         raise typer.Exit(1)

@@ -52,8 +52,10 @@ def demo(job: Job, *, topology: str = "auto", order: str = "rank", timeout: floa
         with screen:
             code = launch(["-m", __name__], job.ranks, env=env, last_words=_LAST_WORDS, revival=board)
             result = board.finish()
-    if result is None and code == 128 + signal.SIGINT:
-        raise SystemExit(code)
+    if code == 128 + signal.SIGINT:
+        if result is None:
+            raise SystemExit(code)
+        result["error"] = result.get("error") or "interrupted"
     if result is None and board.head_ended is not None:
         raise HostringError(f"rank 0, the head, {board.head_ended}; it holds the prompts, so the run ends here: start it again", 0)
     if result is None:
