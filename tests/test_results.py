@@ -10,6 +10,7 @@ from hostring.dtypes import BY_NAME
 
 VARIANTS = [("mesh", "mesh/two_shot", "rank"), ("mesh", "mesh/two_shot", "ring"), ("star", "stream", "rank")]
 SAME = [("bfloat16",) * 3, ("float16",) * 3, ("float32",) * 3]
+# The last for numpy alone: torch rounds float8 in a way of its own.
 MIXED = [("bfloat16", "float16", "float32"), ("float32", "bfloat16", "bfloat16"), ("float16", "float32", "float8_e5m2")]
 
 
@@ -24,13 +25,10 @@ def check(results, kinds, n_elements, order, ufunc=np.add):
             assert bits(result) == bits(total.astype(BY_NAME[kind]))
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize("kinds", [*SAME, *MIXED])
+@pytest.mark.parametrize(("kinds", "library"), [*((k, "numpy") for k in (*SAME, *MIXED)), *((k, "torch") for k in (*SAME, *MIXED[:2]))])
 @pytest.mark.parametrize(("topology", "variant", "order"), VARIANTS)
 @pytest.mark.parametrize("n_elements", [1, 2, 1000, 70_001])
 def test_the_bits_are_those_of_rounding_at_home(run_ranks, topology, variant, order, kinds, library, n_elements):
-    if library == "torch" and "float8_e5m2" in kinds:
-        pytest.skip("torch rounds float8 in a way of its own")
     rows = rows_of(kinds, n_elements)
 
     def calls(comm):
