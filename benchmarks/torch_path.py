@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -52,9 +53,8 @@ def work(options: argparse.Namespace) -> None:
             world.default_pg = group
             comm.all_reduce(x)
 
-        calls: tuple[Callable[[], Any], ...] = (
-            lambda x=x: comm.all_reduce(x), wrapper_then_comm, lambda x=x: group.allreduce([x], blocking), lambda x=x: dist.all_reduce(x),
-        )  # fmt: skip
+        by_comm, by_group = partial(comm.all_reduce, x), partial(group.allreduce, [x], blocking)
+        calls: tuple[Callable[[], Any], ...] = (by_comm, wrapper_then_comm, by_group, partial(dist.all_reduce, x))
         rounds = [[_median(comm, call, options.calls) for call in calls] for _ in range(options.rounds)]
         times = [statistics.median(column) * 1e6 for column in zip(*rounds, strict=True)]
         if rank == 0:

@@ -177,6 +177,9 @@ class TorchAdapter(Adapter):
         return bool(torch.equal((left + right).nan_to_num(0).view(torch.int16), wide.nan_to_num(0).view(torch.int16)))
 
     def _flat(self, wire: Array) -> Any:
+        if self._torch.is_inference_mode_enabled():  # a tensor that is made there can't be written outside, and this one is kept
+            with self._torch.inference_mode(False):
+                return self._flat(wire)
         if wire.dtype.isbuiltin == 1:
             return self._torch.from_numpy(wire)
         return self._torch.from_numpy(wire.view(f"i{wire.itemsize}")).view(getattr(self._torch, wire.dtype.name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from oracle import as_library, bits, rank_distinct
 
 from hostring import CollectiveMismatch
@@ -168,3 +169,28 @@ def test_wide_dtypes_reduce_only_among_themselves(run_ranks, dtype):
     assert all(isinstance(r, CollectiveMismatch) for r in results)
     assert dtype in str(results[0])
     assert "float32" in str(results[0])
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("n_elements", [8, 5000, 300_001])
+@pytest.mark.parametrize(
+    "kinds",
+    [("bfloat16", "bfloat16"), ("bfloat16", "float16"), ("float32", "bfloat16"), ("float16",) * 3, ("bfloat16", "float16", "float32")],
+)
+def test_a_call_in_inference_mode_leaves_nothing_behind(run_ranks, kinds, n_elements, wire):
+    """Evaluate, then train: what was kept from the first call is written again in the second."""
+
+    def calls(comm):
+        def reduced():
+            x = torch.full((n_elements,), comm.rank + 1.0, dtype=getattr(torch, kinds[comm.rank]))
+            comm.all_reduce(x)
+            return sorted(set(x.tolist()))
+
+        with torch.inference_mode():
+            first = reduced()
+        between = reduced(), reduced()
+        with torch.inference_mode():
+            return [first, *between, reduced()]
+
+    total = float(sum(range(1, len(kinds) + 1)))
+    assert run_ranks(len(kinds), calls, wire=wire) == [[[total]] * 4] * len(kinds)

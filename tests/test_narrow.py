@@ -63,7 +63,7 @@ def test_adding_gives_the_bits_of_float32(dtype, n_elements):
         assert len(set(total[np.isnan(expected)].tolist())) <= 1, "one NaN, whatever went in"
 
 
-@pytest.mark.parametrize("transport", ["memory", "tcp"])
+@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
 @pytest.mark.parametrize("dtype", NUMPY)
 @pytest.mark.parametrize("n_elements", [0, 1, 300, 5000, 70_001, 600_001])
 def test_all_reduce_in_one_piece_and_in_segments(run_ranks, dtype, n_elements, transport):

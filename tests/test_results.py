@@ -11,7 +11,8 @@ from hostring.dtypes import BY_NAME
 VARIANTS = [("mesh", "mesh/two_shot", "rank"), ("mesh", "mesh/two_shot", "ring"), ("star", "stream", "rank")]
 SAME = [("bfloat16",) * 3, ("float16",) * 3, ("float32",) * 3]
 # The last for numpy alone: torch rounds float8 in a way of its own.
-MIXED = [("bfloat16", "float16", "float32"), ("float32", "bfloat16", "bfloat16"), ("float16", "float32", "float8_e5m2")]
+FIVE = ("bfloat16", "float16", "float32", "bfloat16", "float16")
+MIXED = [("bfloat16", "float16", "float32"), ("float32", "bfloat16", "bfloat16"), FIVE, ("float16", "float32", "float8_e5m2")]
 
 
 def rows_of(kinds, n_elements):
@@ -25,7 +26,7 @@ def check(results, kinds, n_elements, order, ufunc=np.add):
             assert bits(result) == bits(total.astype(BY_NAME[kind]))
 
 
-@pytest.mark.parametrize(("kinds", "library"), [*((k, "numpy") for k in (*SAME, *MIXED)), *((k, "torch") for k in (*SAME, *MIXED[:2]))])
+@pytest.mark.parametrize(("kinds", "library"), [*((k, "numpy") for k in (*SAME, *MIXED)), *((k, "torch") for k in (*SAME, *MIXED[:3]))])
 @pytest.mark.parametrize(("topology", "variant", "order"), VARIANTS)
 @pytest.mark.parametrize("n_elements", [1, 2, 1000, 70_001])
 def test_the_bits_are_those_of_rounding_at_home(run_ranks, topology, variant, order, kinds, library, n_elements):
@@ -35,7 +36,7 @@ def test_the_bits_are_those_of_rounding_at_home(run_ranks, topology, variant, or
         force(comm, variant, 4096)
         return [comm.all_reduce(as_library(rows[comm.rank].copy(), library)) for _ in range(3)]
 
-    by_rank = run_ranks(3, calls, topology=topology, order=order)
+    by_rank = run_ranks(len(kinds), calls, topology=topology, order=order)
     for k in range(3):
         check([results[k] for results in by_rank], kinds, n_elements, order)
 
