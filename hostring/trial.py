@@ -26,6 +26,7 @@ TRIED: Final = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "redu
 _SEGMENTS: Final = (1 << 16, 1 << 18, 1 << 20)
 _PROMISING: Final = 3.0  # what is predicted to take so many times as long as the best is not tried
 _MOST_TRIED: Final = 8
+_HOPELESS: Final = 1.5  # what has taken so many times as long as the best is not tried again
 _ITEMSIZE: Final = 4
 
 Say = Callable[[str], None]
@@ -134,10 +135,14 @@ def _shared(comm: Comm, plan: Any) -> Any:
 
 
 def _try(comm: Comm, ways: Sequence[_Way], nbytes: int, seconds: float, rounds: int) -> dict[tuple[_Way, int], float]:
-    """Seconds of each way: the median of the rounds' medians. Where ranks share cores, the best is mere luck."""
+    """Seconds of each way: the median of the rounds' medians. Where ranks share cores, the best is mere luck.
+
+    All ranks know the same seconds, so they leave out the same ways.
+    """
     x = np.zeros(max(1, nbytes // _ITEMSIZE), np.float32)
     counts: dict[_Way, int] = {}
     samples: dict[_Way, list[float]] = {way: [] for way in ways}
+    found: dict[_Way, float] = {}
     for _ in range(rounds):
         for way in ways:
             _force(comm, way)
@@ -146,9 +151,12 @@ def _try(comm: Comm, ways: Sequence[_Way], nbytes: int, seconds: float, rounds: 
             if way not in counts:
                 counts[way] = _agreed_count(comm, call, seconds)
             samples[way].append(_median(comm, call, counts[way]))
+        found |= {way: statistics.median(samples[way]) for way in ways}
+        best = min(found.values())
+        ways = [way for way in ways if found[way] <= _HOPELESS * best]
     comm._tuner.release()
     comm._planner.drop()
-    return {(way, nbytes): statistics.median(seconds) for way, seconds in samples.items()}
+    return {(way, nbytes): taken for way, taken in found.items()}
 
 
 def _force(comm: Comm, way: _Way) -> None:
@@ -161,7 +169,7 @@ def _force(comm: Comm, way: _Way) -> None:
 def _agreed_count(comm: Comm, call: Callable[[int], Any], seconds: float) -> int:
     began = perf_counter()
     call(0)
-    count = np.array([min(500, max(2, seconds / max(perf_counter() - began, 1e-7)))], np.int64)
+    count = np.array([min(500, max(1, seconds / max(perf_counter() - began, 1e-7)))], np.int64)
     agreed = comm.decide(count, lambda all_of_them: all_of_them[0])
     return int(agreed[0])
 
