@@ -135,6 +135,7 @@ def _view(t: torch.Tensor, size: Any) -> torch.Tensor:
 def _mm_wide(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     if not wide_products:
         raise NotImplementedError("no such kernel")
+    module.current_stream().run()
     return _to_device(host(a).to(out_dtype) @ host(b).to(out_dtype))
 
 

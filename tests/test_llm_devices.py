@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import multiprocessing
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +19,7 @@ from conftest import RankFailed, in_threads
 
 import hostring
 from hostring.integrations.llm.config import ModelConfig
+from hostring.integrations.llm.demo import generate
 from hostring.integrations.llm.devices import find_device, sums_wide
 from hostring.integrations.llm.generate import load_model
 from hostring.integrations.llm.job import BUNDLED, Job, make_job
@@ -50,6 +52,44 @@ def _beside_a_stand_in(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return fn(*args, **kwargs)
     except RankFailed as exc:
         raise AssertionError(str(exc)) from None  # which can be pickled
+
+
+def _refusals() -> list[str]:
+    """What the stand-in says to code that forgets it."""
+    there, here = torch.ones(2, 3, device="fake"), torch.ones(2, 3)
+    calls: list[Callable[[], Any]] = [
+        there.numpy,
+        lambda: there + here,
+        lambda: torch.nn.functional.linear(there, here),
+        lambda: torch.nn.functional.embedding(torch.tensor([1]), there),
+        lambda: torch.addcmul(torch.tensor(1.0), there, torch.tensor(2.0)),
+        lambda: torch.cat((there, here)),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises((RuntimeError, TypeError)) as refusal:
+            call()
+        said.append(str(refusal.value))
+    return said
+
+
+def _memory() -> list[list[float]]:
+    """Views stay views on the stand-in, and what works in place or into `out` reaches them."""
+    x = torch.zeros(2, 3, device="fake")
+    row, odd = x[1], x.t()[1]
+    row.fill_(2.0).mul_(1.5)
+    odd.add_(1.0)
+    wide = torch.empty(0, device="fake")
+    torch.add(x, 1, out=wide)
+    (best, _), halves = x.max(1), x.to(torch.float16).chunk(3, 1)
+    return [t.cpu().flatten().tolist() for t in (x, row, odd, wide, best, halves[1])]
+
+
+def test_the_stand_in_behaves_like_a_device(worker: Callable[..., Any]) -> None:
+    said = worker(_refusals)
+    assert "can't convert fake:0 device type tensor to numpy" in said[0]
+    assert all("same device" in words or "CPU scalars" in words for words in said[1:]), said
+    assert worker(_memory) == [[0, 1, 0, 3, 4, 3], [3, 4, 3], [1, 4], [1, 2, 1, 4, 5, 4], [1, 4], [1, 4]]
 
 
 def compute(path: Path, devices: tuple[str, ...], dtypes: tuple[str, ...], wide_products: bool = False, **options: Any) -> list[Rank]:
@@ -243,7 +283,7 @@ def test_the_demo_refuses_a_device_before_a_rank_is_started(
     assert "rank" not in said.out + said.err
 
 
-REST: dict[str, Any] = {"prompts": (), "max_tokens": 8, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "controls": True}
+REST: dict[str, Any] = {"prompts": (), "max_tokens": 4, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "controls": True}
 
 
 @pytest.mark.parametrize(
@@ -268,25 +308,16 @@ def test_devices_that_are_too_few_are_named() -> None:
         make_job(model=None, ranks=None, dtypes="f32,f16,f32", devices="cpu,mps", **REST)
 
 
-RANK = """
-import os, sys
-sys.path.insert(0, {tests!r})
-if os.environ["RANK"] == "1":
-    import fake_device
-    fake_device.install()
-from hostring.cli import main
-sys.argv = ["hostring", "generate", "--controls", "--temperature", "0", "--max-tokens", "5", "--json", {json!r}]
-main()
-"""
+def _measured() -> tuple[dict[str, Any], str]:
+    """What `hostring generate` does on two ranks, one of which finds an accelerator by itself; and what it shows."""
+    job, shown = make_job(model=None, ranks=2, dtypes="f32", **REST), io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        figures = in_threads(2, lambda comm: generate(job, comm, device=("cpu", "auto")[comm.rank]))[0]
+    return figures, shown.getvalue()
 
 
-def test_every_rank_of_a_launched_group_takes_its_own_accelerator_and_the_figures_say_so(tmp_path: Path) -> None:
-    figures, script = tmp_path / "out.json", tmp_path / "rank.py"
-    script.write_text(RANK.format(tests=str(Path(__file__).parent), json=str(figures)))
-    command = [sys.executable, "-m", "hostring", "launch", "-n", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(figures.read_text())
+def test_every_rank_takes_its_own_device_and_the_figures_say_so(worker: Callable[..., Any]) -> None:
+    result, shown = worker(_measured)
     assert result["faults"] == []
     assert result["devices"] == [r["device"] for r in result["per_rank"]] == ["cpu", "fake"]
     assert len(set(result["activation_sha256"])) == 1
@@ -295,8 +326,25 @@ def test_every_rank_of_a_launched_group_takes_its_own_accelerator_and_the_figure
         (0, "float32", "cpu", result["tokens"]),
         (1, "float32", "fake", result["tokens"]),
     ]
-    assert done.stdout.count("rank 1 float32 fake") == 3
+    assert shown.count("rank 1 float32 fake") == 3
     assert "one rank alone in float32 cpu" in result["statement"]
+    assert "communication and waiting" not in result["statement"]  # an accelerator's computing is in its waiting
+
+
+def _command(figures: Path, *options: str) -> None:
+    from hostring.cli import main
+
+    sys.argv = ["hostring", "generate", "--max-tokens", "2", "--no-stats", "--json", str(figures), *options]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main()
+
+
+@pytest.mark.parametrize(("options", "device"), [((), "fake"), (("--device", "cpu"), "cpu")])
+def test_the_command_takes_the_accelerator_unless_told_otherwise(
+    options: tuple[str, ...], device: str, tmp_path: Path, worker: Callable[..., Any]
+) -> None:
+    worker(_command, tmp_path / "out.json", *options)
+    assert json.loads((tmp_path / "out.json").read_text())["devices"] == [device]
 
 
 # ---------------------------------------------------------------------- on a real one

@@ -113,7 +113,7 @@ class Run:
         if warm_up:
             model.generate(ids, self.sampling, max_tokens=_WARM_UP_TOKENS)
         found = model.generate(ids, self.sampling, max_tokens=self.job.max_tokens, on_text=on_text, on_token=on_token)
-        report = {"rank": comm.rank, "dtype": dtypes[comm.rank], "device": str(self.device), **found.stats.as_dict()}
+        report = {"rank": comm.rank, "dtype": dtypes[comm.rank], "device": str(model.sharded.device), **found.stats.as_dict()}
         return found, _gather(comm, report)
 
     def controls(self, ids: Sequence[int]) -> None:
