@@ -474,6 +474,7 @@ def test_who_starts_a_lost_rank_again() -> None:
     assert "s3cret" not in joined
     expected = ["hostring", "cluster", "join", "TOKEN", "--again", "-m", "--", "hostring", *argv[1:]]
     assert shlex.split(joined.partition("    ")[2]) == expected
+    assert "(its own --device, not this)" in how_to_come_back(2, 4, here, [*argv, "--device=cuda"])
     assert not nobody_restarts(here)
     assert nobody_restarts({"HOSTRING_LAUNCH_REJOIN": "0"})
     assert "hostring launch starts it again" in how_to_come_back(2, 4, {"HOSTRING_LAUNCH_REJOIN": "3"}, argv)

@@ -32,10 +32,13 @@ def add(app: typer.Typer) -> None:
 
 
 def demo(
-    ranks: Annotated[int | None, typer.Option(min=1, help="How many rank processes; 2, or as many as --dtypes names.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="How many rank processes; 2, or as many as --dtypes or --device names.")] = None,
     dtypes: Annotated[
         str | None, typer.Option(help="What each rank computes in: float16, bfloat16, float32; one for all, or one per rank.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="What each rank computes on: cpu, cuda (also ROCm), cuda:1, mps, xpu, auto; one for all, or one per rank.")
+    ] = "cpu",
     topology: TopologyName = "auto",
     model: Model = None,
     prompt: Prompts = None,
@@ -63,13 +66,16 @@ def demo(
     check_order(topology, order)
     _check_folder(json_file)
     controls = not chat if controls is None else controls
-    job = _job(model, ranks, dtypes, prompt, max_tokens, temperature, top_k, top_p, seed, controls, chat, rejoin_timeout)
+    job = _job(model, ranks, dtypes, device, prompt, max_tokens, temperature, top_k, top_p, seed, controls, chat, rejoin_timeout)
     result = _load("demo").demo(job, topology=topology, order=order, timeout=timeout)
     _finish(result, json_file)
 
 
 def generate(
     dtypes: Annotated[str | None, typer.Option(help="What each rank computes in; one for all, or one per rank.")] = "float32",
+    device: Annotated[
+        str, typer.Option(help="What this rank computes on: cpu, cuda (also ROCm), cuda:1, mps, xpu; auto: an accelerator, if any.")
+    ] = "auto",
     topology: TopologyName = "auto",
     model: Model = None,
     prompt: Prompts = None,
@@ -95,8 +101,8 @@ def generate(
     _check_folder(json_file)
     with hostring.init(topology=topology, order=_order(topology)) as comm:
         ranks = comm.world_size
-        job = _job(model, ranks, dtypes, prompt, max_tokens, temperature, top_k, top_p, seed, controls, chat, rejoin_timeout)
-        result = _load("demo").generate(job, comm, stats=stats)
+        job = _job(model, ranks, dtypes, None, prompt, max_tokens, temperature, top_k, top_p, seed, controls, chat, rejoin_timeout)
+        result = _load("demo").generate(job, comm, device=device, stats=stats)
     if result is not None:
         _finish(result, json_file)
 
@@ -125,11 +131,11 @@ def _load(name: str) -> Any:
 
 
 def _job(
-    model: str | None, ranks: int | None, dtypes: str | None, prompts: list[str] | None, max_tokens: int,
+    model: str | None, ranks: int | None, dtypes: str | None, devices: str | None, prompts: list[str] | None, max_tokens: int,
     temperature: float, top_k: int, top_p: float, seed: int, controls: bool, chat: bool, patience: float,
 ) -> Any:  # fmt: skip
     return _load("job").make_job(
-        model=model, ranks=ranks, dtypes=dtypes, prompts=prompts or (), max_tokens=max_tokens, temperature=temperature,
+        model=model, ranks=ranks, dtypes=dtypes, devices=devices, prompts=prompts or (), max_tokens=max_tokens, temperature=temperature,
         top_k=top_k, top_p=top_p, seed=seed, controls=controls, chat=chat, patience=patience,
     )  # fmt: skip
 

@@ -40,11 +40,18 @@ class KVCache:
         nbytes: memory taken, all of it from the start.
     """
 
-    def __init__(self, config: ModelConfig, batch: int = 1, max_seq: int | None = None, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int = 1,
+        max_seq: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
         self.max_seq = config.max_position_embeddings if max_seq is None else max_seq
         self.batch = batch
         shape = (config.num_hidden_layers, batch, 2 * config.num_key_value_heads, self.max_seq, config.head_dim)
-        self._kv = torch.zeros(shape, dtype=dtype)
+        self._kv = torch.zeros(shape, dtype=dtype, device=device)
         self.nbytes = self._kv.nbytes
         self.length = 0
 

@@ -24,10 +24,11 @@ def how_to_come_back(rank: int, world_size: int, environ: Mapping[str, str], arg
         return "hostring launch starts it again"
     program = "hostring" if Path(argv[0]).name in ("hostring", "__main__.py") else argv[0]
     command = shlex.join([program, *argv[1:]])
+    own = " (its own --device, not this)" if any(arg.partition("=")[0] == "--device" for arg in argv) else ""
     if environ.get("HOSTRING_CLUSTER"):
         where = "on its machine, with the token (and its --name, if it was given one)"
-        return f"start it again {where}:\n    hostring cluster join TOKEN --again -m -- {command}"
+        return f"start it again {where}{own}:\n    hostring cluster join TOKEN --again -m -- {command}"
     names = {"RANK": str(rank), "WORLD_SIZE": str(world_size), **{name: environ[name] for name in _VARIABLES if environ.get(name)}}
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in names.items())
     secret = ", with the group's HOSTRING_SECRET in its environment" if environ.get("HOSTRING_SECRET") else ""
-    return f"start it again{secret}:\n    HOSTRING_REJOIN=1 {settings} {command}"
+    return f"start it again{secret}{own}:\n    HOSTRING_REJOIN=1 {settings} {command}"

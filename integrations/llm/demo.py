@@ -33,9 +33,11 @@ def demo(job: Job, *, topology: str = "auto", order: str = "rank", timeout: floa
 
     Raises:
         HostringError: a rank failed; what it said is on stderr.
+        ValueError: there is no such device; no rank was started.
     """
     from hostring import HostringError
 
+    job = replace(job, devices=_found(job.devices))
     key = secrets.token_bytes(32)
     screen = Screen(job)
     with Listener(("127.0.0.1", 0), authkey=key, backlog=job.ranks) as listener:
@@ -63,18 +65,27 @@ def demo(job: Job, *, topology: str = "auto", order: str = "rank", timeout: floa
     return result
 
 
-def generate(job: Job, comm: Comm, *, stats: bool = True) -> dict[str, Any] | None:
-    """Run `job` as one rank of `comm`. The head rank shows the text as it comes, then the figures, and returns them."""
+def generate(job: Job, comm: Comm, *, device: str = "auto", stats: bool = True) -> dict[str, Any] | None:
+    """Run `job` as one rank of `comm`, which names its own device. The head rank shows the text and the figures, and returns these."""
     from hostring.integrations.llm.runs import measure
 
     if nobody_restarts(os.environ):
         job = replace(job, patience=0.0)
     if comm.rank != 0:
-        return measure(job, comm, lambda kind, value: None)
+        return measure(job, comm, lambda kind, value: None, device)
     comes_back = lambda rank: how_to_come_back(rank, job.ranks, os.environ, sys.argv)  # noqa: E731
     screen = Screen(job, starting=False, summary=stats, comes_back=comes_back)
     with screen:
-        return measure(job, comm, lambda kind, value: screen.handle(0, kind, value))
+        return measure(job, comm, lambda kind, value: screen.handle(0, kind, value), device)
+
+
+def _found(devices: tuple[str, ...]) -> tuple[str, ...]:
+    """The devices under torch's names. Torch, which takes a second to import, is only asked about accelerators."""
+    if set(devices) <= {"cpu"}:
+        return devices
+    from hostring.integrations.llm.devices import find_device
+
+    return tuple(str(find_device(name)) for name in devices)
 
 
 class _Channel:
@@ -132,7 +143,7 @@ def _rank_main() -> None:
     channel.tell("stage", "joining")
     try:
         with hostring.init() as comm:
-            measure(job, comm, channel.tell)
+            measure(job, comm, channel.tell, job.devices[rank])
     except (hostring.HostringError, ValueError, FileNotFoundError) as exc:
         sys.exit(f"hostring: rank {rank}: {exc}")
     except KeyboardInterrupt:  # the way out of a talk, not worth a traceback per rank

@@ -90,6 +90,7 @@ def load_model(
     comm: Comm,
     *,
     dtype: str = "float32",
+    device: str | torch.device = "cpu",
     plan: ShardPlan | None = None,
     max_seq: int | None = None,
     replicate_embedding: bool = True,
@@ -99,7 +100,12 @@ def load_model(
 
     Args:
         dtype: what this rank computes in: float32, float16 or bfloat16. Ranks may differ.
+        device: what it computes on: "cpu", "cuda" (also ROCm), "cuda:1", "mps", "xpu", or "auto" for torch's current accelerator
+            if there is one. Ranks may differ.
         plan, max_seq, replicate_embedding, hash_activations: see `sharded.build`.
+
+    Raises:
+        ValueError: there is no such dtype or device (no weights were read then), or what `sharded.build` says.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -108,6 +114,7 @@ def load_model(
         comm,
         plan=plan,
         dtype=DTYPES[dtype],
+        device=device,
         max_seq=max_seq,
         replicate_embedding=replicate_embedding,
         hash_activations=hash_activations,
@@ -175,7 +182,7 @@ class _Run:
         now = perf_counter()
         stats.ttft_s, stats.prefill_tokens_per_s = now - self.started, stats.prompt_tokens / (now - begun)
         with measured(stats, self.comm):
-            token = torch.zeros(1, 1, dtype=torch.long)
+            token = torch.zeros(1, 1, dtype=torch.long, device=self.sharded.device)
             while status == GO_ON:
                 token.fill_(self.tokens[-1])
                 status = self._decide(self.sharded.step(token, self.cache))
@@ -197,7 +204,7 @@ class _Run:
         )
 
     def _prefill(self) -> Tensor:
-        ids = torch.tensor([self.request.ids])  # (1, prompt)
+        ids = torch.tensor([self.request.ids], device=self.sharded.device)  # (1, prompt)
         for chunk in torch.split(ids, _PREFILL_CHUNK, 1):
             logits = self.sharded.step(chunk, self.cache)
         return logits

@@ -23,6 +23,7 @@ class Job:
     Attributes:
         model: a GGUF file or a directory in Hugging Face form.
         dtypes: what each rank computes in.
+        devices: what each rank computes on; none where every rank says so for itself.
         prompts: answered one after the other, each for itself; none for one that suits the model.
         chat: more of them come from the head rank's standard input, a line each.
         max_tokens, temperature, top_k, top_p, seed: see `Sampling`.
@@ -41,6 +42,7 @@ class Job:
     controls: bool
     chat: bool = False
     patience: float = 300.0
+    devices: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -57,16 +59,19 @@ class Job:
     @staticmethod
     def from_json(text: str) -> Job:
         fields = json.loads(text)
-        return Job(**{**fields, "dtypes": tuple(fields["dtypes"]), "prompts": tuple(fields["prompts"])})
+        return Job(**{**fields, **{name: tuple(fields[name]) for name in ("dtypes", "prompts", "devices")}})
 
 
-def make_job(*, model: str | None, ranks: int | None, dtypes: str | None, prompts: Sequence[str], **rest: Any) -> Job:
+def make_job(
+    *, model: str | None, ranks: int | None, dtypes: str | None, prompts: Sequence[str], devices: str | None = None, **rest: Any
+) -> Job:
     """Complete and check what the user said, before any process starts.
 
     Args:
         model: the bundled model when None.
-        ranks: 2, or as many as `dtypes` names, when None.
+        ranks: 2, or as many as `dtypes` or `devices` names, when None.
         dtypes: names separated by commas: one for all ranks, or one per rank. float16 and bfloat16 in turn when None.
+        devices: names alike, see `find_device`; whether they are here is not asked. Left open when None.
         prompts, rest: the other attributes of `Job`.
 
     Raises:
@@ -80,7 +85,11 @@ def make_job(*, model: str | None, ranks: int | None, dtypes: str | None, prompt
         raise ValueError(f"{ranks} ranks: at least one is needed")
     if "" in prompts:
         raise ValueError("a prompt is empty: say what to continue or to answer, or leave it out for one that suits the model")
-    job = Job(str(path.absolute()), _dtypes(ranks, dtypes), tuple(prompts), **rest)
+    places = () if devices is None else tuple(name.strip() for name in devices.split(","))
+    if ranks is None and len(places) > 1 and (dtypes is None or "," not in dtypes):
+        ranks = len(places)
+    kinds = _dtypes(ranks, dtypes)
+    job = Job(str(path.absolute()), kinds, tuple(prompts), devices=places and _per_rank(places, len(kinds), "devices"), **rest)
     if job.ranks > _FEW:
         from hostring.integrations.llm.weights import open_checkpoint
 
@@ -95,8 +104,10 @@ def _dtypes(ranks: int | None, text: str | None) -> tuple[str, ...]:
     unknown = [name for name in names if name not in DTYPE_NAMES]
     if unknown:
         raise ValueError(f"dtype {unknown[0]!r} is not one of {', '.join(DTYPE_NAMES)}")
-    if len(names) == 1:
-        names *= ranks or 2
-    if ranks is not None and len(names) != ranks:
-        raise ValueError(f"{len(names)} dtypes for {ranks} ranks; name one for all, or one per rank")
-    return tuple(names)
+    return _per_rank(tuple(names), ranks or max(2, len(names)), "dtypes")
+
+
+def _per_rank(names: tuple[str, ...], ranks: int, what: str) -> tuple[str, ...]:
+    if len(names) not in (1, ranks):
+        raise ValueError(f"{len(names)} {what} for {ranks} ranks; name one for all, or one per rank")
+    return names if len(names) == ranks else names * ranks

@@ -13,6 +13,7 @@ import numpy as np
 import hostring
 from hostring import Comm
 from hostring.integrations.llm.conversation import Head, Part
+from hostring.integrations.llm.devices import find_device
 from hostring.integrations.llm.generate import HEAD_RANK, Generation, Model, load_model
 from hostring.integrations.llm.job import BUNDLED, Job
 from hostring.integrations.llm.prompts import Prompts
@@ -28,11 +29,12 @@ Report = dict[str, Any]
 
 _STDIN = 0
 _WARM_UP_TOKENS = 4  # the first steps allocate, build their messages and wake the kernels
+_LONGEST_NAME = 32  # of a device
 _PATIENCE = 3600.0  # seconds that ranks wait while another one runs its control alone
 
 
-def measure(job: Job, comm: Comm, tell: Tell) -> dict[str, Any] | None:
-    """Answer all prompts, run the controls, and compare. A collective: every rank calls it.
+def measure(job: Job, comm: Comm, tell: Tell, device: str = "cpu") -> dict[str, Any] | None:
+    """Answer all prompts, run the controls, and compare. A collective: every rank calls it, and names its own device.
 
     Returns:
         all figures on the head rank, None elsewhere. They are those of the last prompt that was answered to the end.
@@ -42,7 +44,7 @@ def measure(job: Job, comm: Comm, tell: Tell) -> dict[str, Any] | None:
             hold what there is, and "error".
     """
     tell("stage", "loading")
-    run = Run(job, comm, tell)
+    run = Run(job, comm, tell, device)
     with contextlib.ExitStack() as groups:
         if comm.rank != HEAD_RANK:
             Part(run, tell, groups).hold()
@@ -62,8 +64,9 @@ class Run:
         found: of the controls, on the head rank.
     """
 
-    def __init__(self, job: Job, comm: Comm, tell: Tell) -> None:
+    def __init__(self, job: Job, comm: Comm, tell: Tell, device: str = "cpu") -> None:
         self.job, self.comm, self.tell = job, comm, tell
+        self.device = find_device(device)
         self.sampling = Sampling(job.temperature, job.top_k, job.top_p, job.seed)
         self.found: dict[str, Any] = {}
         self._loaded: tuple[tuple[str, ...], Model] | None = None
@@ -83,7 +86,8 @@ class Run:
         if self._loaded is None or self._loaded[0] != dtypes or self._loaded[1].comm is not comm:
             self._loaded = None
             gc.collect()
-            self._loaded = dtypes, load_model(self.job.model, comm, dtype=dtypes[comm.rank], hash_activations=True)
+            model = load_model(self.job.model, comm, dtype=dtypes[comm.rank], device=self.device, hash_activations=True)
+            self._loaded = dtypes, model
         return self._loaded[1]
 
     def move_to(self, comm: Comm) -> None:
@@ -109,7 +113,7 @@ class Run:
         if warm_up:
             model.generate(ids, self.sampling, max_tokens=_WARM_UP_TOKENS)
         found = model.generate(ids, self.sampling, max_tokens=self.job.max_tokens, on_text=on_text, on_token=on_token)
-        report = {"rank": comm.rank, "dtype": dtypes[comm.rank], **found.stats.as_dict()}
+        report = {"rank": comm.rank, "dtype": dtypes[comm.rank], "device": str(model.sharded.device), **found.stats.as_dict()}
         return found, _gather(comm, report)
 
     def controls(self, ids: Sequence[int]) -> None:
@@ -133,16 +137,23 @@ def _gather(comm: Comm, report: Report) -> list[Report]:
     return [json.loads(joined[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
 
 
+def _devices(run: Run) -> list[str]:
+    """What every rank computes on."""
+    name = np.frombuffer(str(run.device).encode().ljust(_LONGEST_NAME), np.uint8)
+    return [row.tobytes().decode().rstrip() for row in run.comm.all_gather(name).reshape(-1, _LONGEST_NAME)]
+
+
 def _one_rank_each(run: Run, ids: Sequence[int]) -> list[dict[str, Any]]:
-    """The whole model on one rank alone, once for each dtype of the job, one after the other. On the head rank."""
+    """The whole model on one rank alone, once for each dtype and device, one after the other. On the head rank."""
     found: list[dict[str, Any]] = []
-    for dtype in dict.fromkeys(run.job.dtypes):
-        owner = run.job.dtypes.index(dtype)
+    kinds = list(zip(run.job.dtypes, _devices(run), strict=True))
+    for kind in dict.fromkeys(kinds):
+        owner, (dtype, device) = kinds.index(kind), kind
         control: dict[str, Any] = {}
         if run.comm.rank == owner:
             with hostring.init(0, 1, rejoin=False) as alone:
                 generation, reports = run.generation(ids, (dtype,), alone)
-            control = _control(generation, reports) | {"rank": owner, "dtype": dtype}
+            control = _control(generation, reports) | {"rank": owner, "dtype": dtype, "device": device}
         run.comm.barrier(timeout=_PATIENCE)
         everyone = _gather(run.comm, control)
         found += everyone[owner : owner + 1]
@@ -209,6 +220,7 @@ def _figures(run: Run, turn: Turn, generation: Generation) -> dict[str, Any]:
         "bytes_per_token": sum(r["bytes_per_token"] for r in reports) if counted else None,
         "expected_bytes_per_token": sum(r["expected_bytes_per_token"] for r in reports),
         "activation_sha256": [r["activation_sha256"] for r in reports],
+        "devices": [r["device"] for r in reports],
         "per_rank": reports,
         "controls": _controls(run, generation, reports),
     }

@@ -54,7 +54,7 @@ def local_candidates(logits: Tensor, n_candidates: int, first: int) -> npt.NDArr
     """The best of this rank's logits with their ids; ties go to lower ids.
 
     Args:
-        logits: shape (local vocabulary,), f32.
+        logits: shape (local vocabulary,), f32, on any device.
         n_candidates: how many; what the shard can't fill is padded with −inf and id −1, which is never chosen.
         first: id of the first logit.
 
@@ -65,6 +65,12 @@ def local_candidates(logits: Tensor, n_candidates: int, first: int) -> npt.NDArr
     values = found[0].view(np.float32)
     values.fill(-np.inf)
     count = min(n_candidates, logits.numel())
+    if not logits.is_cpu:
+        if count < logits.numel():
+            found[:, :count] = _best(logits, count).numpy()
+            found[1, :count] += first
+            return found
+        logits = logits.cpu()
     if n_candidates == 1 and count:
         best = logits.argmax()
         values[0], found[1, 0] = float(logits[best]), first + int(best)
@@ -78,6 +84,15 @@ def local_candidates(logits: Tensor, n_candidates: int, first: int) -> npt.NDArr
         order = np.argsort(-np.where(np.isnan(kept), np.inf, kept), kind="stable")[:count]
         values[:count], found[1, :count] = kept[order], first + chosen[order]
     return found
+
+
+def _best(logits: Tensor, count: int) -> Tensor:
+    """Bits and indices of the largest, shape (2, count), on the host: one copy, so that the device is waited for once."""
+    if count == 1:
+        values, indices = logits.max(0, keepdim=True)
+    else:
+        values, indices = (found[:count] for found in logits.sort(descending=True, stable=True))
+    return torch.stack((values.view(torch.int32), indices.to(torch.int32))).cpu()
 
 
 class Sampler:

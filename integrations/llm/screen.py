@@ -12,6 +12,7 @@ from rich.status import Status
 from rich.table import Table
 
 from hostring.integrations.llm.job import Job
+from hostring.integrations.llm.verdict import kind
 
 _NAMES = {
     "starting": "starting",
@@ -122,7 +123,9 @@ class Screen:
         self._status.start()
 
     def _named(self, rank: int) -> str:
-        return f"rank {rank} ({self._job.dtypes[rank]})"
+        devices = self._job.devices
+        on = "" if set(devices) <= {"cpu"} else f", {devices[rank]}"
+        return f"rank {rank} ({self._job.dtypes[rank]}{on})"
 
     def _who(self) -> str:
         return ", ".join(f"{self._named(rank)}: {stage}" for rank, stage in enumerate(self._stages))
@@ -183,7 +186,7 @@ def _table(title: str, *headings: str) -> Table:
 def _runs(result: dict[str, Any]) -> Table:
     """The run beside its controls."""
     columns = [("\nthis run", result)]
-    columns += [(f"rank {c['rank']} alone\n{c['dtype']}", c) for c in result["controls"].get("one_rank", ())]
+    columns += [(f"rank {c['rank']} alone\n{kind(c, result['devices'])}", c) for c in result["controls"].get("one_rank", ())]
     same = result["controls"].get("same_dtype")
     if same and not same["is_the_run_itself"]:
         columns.append((f"all ranks\n{same['dtype']}", same))
@@ -202,7 +205,7 @@ def _traffic(result: dict[str, Any]) -> Table:
     table = _table("\nper decoded token", "\ncollectives", "\nexpected", "\nbytes sent", "\nexpected")
     for r in result["per_rank"]:
         counted = (r["collectives_per_token"], r["expected_collectives_per_token"], r["bytes_per_token"], r["expected_bytes_per_token"])
-        table.add_row(_rank(r), *("-" if n is None else f"{n:,g}" if n < 1e5 else f"{n:,.0f}" for n in counted))
+        table.add_row(_rank(r, result), *("-" if n is None else f"{n:,g}" if n < 1e5 else f"{n:,.0f}" for n in counted))
     return table
 
 
@@ -214,14 +217,16 @@ def _time(result: dict[str, Any]) -> Table:
     for r in result["per_rank"]:
         peer, seconds = max(r["waited_for"].items(), key=lambda item: item[1], default=(None, 0.0))
         whom = f"rank {peer} {1e6 * seconds / steps:,.0f}" if seconds > 0 else "-"
-        table.add_row(_rank(r), *(f"{1e6 * r['seconds'].get(phase, 0.0) / steps:,.0f}" for phase in phases), whom)
+        table.add_row(_rank(r, result), *(f"{1e6 * r['seconds'].get(phase, 0.0) / steps:,.0f}" for phase in phases), whom)
     return table
 
 
 def _hashes(result: dict[str, Any]) -> str:
-    lines = [f"{_rank(r):16}  {r['activation_sha256']}" for r in result["per_rank"]]
+    names = [_rank(r, result) for r in result["per_rank"]]
+    width = max(16, *map(len, names))
+    lines = [f"{name:{width}}  {r['activation_sha256']}" for name, r in zip(names, result["per_rank"], strict=True)]
     return "\n".join(["\n[bold]sha256 of all reduced activations[/]", *lines, ""])
 
 
-def _rank(report: dict[str, Any]) -> str:
-    return f"rank {report['rank']} {report['dtype']}"
+def _rank(report: dict[str, Any], result: dict[str, Any]) -> str:
+    return f"rank {report['rank']} {kind(report, result['devices'])}"

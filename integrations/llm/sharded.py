@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hostring import Comm
 from hostring.integrations.llm.cache import KVCache
 from hostring.integrations.llm.config import ModelConfig
+from hostring.integrations.llm.devices import find_device
 from hostring.integrations.llm.layout import Part, parts_of_rank
 from hostring.integrations.llm.one_row import OneRow
 from hostring.integrations.llm.qwen import Decoder, Embedding
@@ -35,9 +36,11 @@ class ShardedModel:
         config: the whole model.
         plan: who holds what.
         dtype: what this rank computes in.
+        device: what it computes on.
         reducer: where partial sums are added up.
         max_seq: positions that the KV cache holds.
         reductions_per_step: reductions in one forward pass.
+        one_row: the short way for a single token, on CPUs; None elsewhere.
     """
 
     decoder: Decoder
@@ -45,20 +48,22 @@ class ShardedModel:
     plan: ShardPlan
     comm: Comm
     dtype: torch.dtype
+    device: torch.device
     reducer: HiddenReducer
     max_seq: int
     reductions_per_step: int
-    one_row: OneRow = field(init=False)
+    one_row: OneRow | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.one_row = OneRow(self.decoder)
+        self.one_row = OneRow(self.decoder) if self.device.type == "cpu" else None
 
     def new_cache(self, batch: int = 1) -> KVCache:
         """An empty KV cache for the heads that live here.
 
-        It holds values rounded to the rank's dtype, in f32: the attention kernel of CPUs is five times slower in f16.
+        It holds values rounded to the rank's dtype; on a CPU in f32, whose attention kernel is five times slower in f16.
         """
-        return KVCache(self.decoder.config, batch, self.max_seq, torch.float32)
+        dtype = torch.float32 if self.device.type == "cpu" else self.dtype
+        return KVCache(self.decoder.config, batch, self.max_seq, dtype, self.device)
 
     def move_to(self, comm: Comm) -> None:
         """Go on in a group that was made whole again, with the weights that are here.
@@ -75,9 +80,9 @@ class ShardedModel:
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Feed tokens, shape (batch, seq); returns this rank's logits of the last one, shape (batch, local vocabulary), f32."""
-        if tokens.numel() == 1:
+        if self.one_row is not None and tokens.numel() == 1:
             return self.one_row(tokens, cache)
-        logits: Tensor = self.decoder(tokens, cache, last_only=True)
+        logits: Tensor = self.decoder(tokens.to(self.device), cache, last_only=True)
         return logits[:, -1]
 
 
@@ -87,6 +92,7 @@ def build(
     *,
     plan: ShardPlan | None = None,
     dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
     max_seq: int | None = None,
     replicate_embedding: bool = True,
     hash_activations: bool = False,
@@ -98,14 +104,16 @@ def build(
         comm: the group; its rank decides which slices.
         plan: who holds what; balanced when not given. Must be the same on all ranks.
         dtype: what this rank computes in; ranks may differ.
+        device: what it computes on, see `find_device`; ranks may differ. Slices are read on the host and moved one by one.
         max_seq: positions to hold; what the model was trained for, but at most 4096, when not given.
         replicate_embedding: every rank holds all embedding rows and looks them up alone. Otherwise they are split too,
             which costs one more reduction per step.
         hash_activations: keep a running sha256 of the reduced hidden states.
 
     Raises:
-        ValueError: the plan doesn't fit the group or the model, or a tensor is missing or misshapen.
+        ValueError: there is no such device, the plan doesn't fit the group or the model, or a tensor is missing or misshapen.
     """
+    device = find_device(device)
     config = checkpoint.config
     plan = ShardPlan.balanced(config, comm.world_size) if plan is None else plan
     plan.check(config)
@@ -115,34 +123,50 @@ def build(
     reducer = HiddenReducer(comm, config.hidden_size, hash_activations)
     with torch.device("meta"):  # shapes alone: the whole model, and even the rank's f32 part, may not fit
         decoder = Decoder(plan.local_config(config, comm.rank), max_seq)
-    _fill(decoder, checkpoint, plan, dtype, reducer, replicate_embedding)
-    extra = 0 if replicate_embedding else 1
-    return ShardedModel(decoder.eval(), config, plan, comm, dtype, reducer, max_seq, 2 * config.num_hidden_layers + extra)
+    _fill(decoder, checkpoint, plan, dtype, device, reducer, replicate_embedding)
+    decoder.to(device)  # the tables and constants that are in no checkpoint
+    n_reductions = 2 * config.num_hidden_layers + (0 if replicate_embedding else 1)
+    return ShardedModel(decoder.eval(), config, plan, comm, dtype, device, reducer, max_seq, n_reductions)
 
 
-def parallelize(model: Decoder, comm: Comm, plan: ShardPlan | None = None, dtype: torch.dtype = torch.float32) -> ShardedModel:
+def parallelize(
+    model: Decoder,
+    comm: Comm,
+    plan: ShardPlan | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> ShardedModel:
     """Cut up a whole decoder that is already in memory; `model` itself is left as it is."""
-    return build(ModuleCheckpoint(model), comm, plan=plan, dtype=dtype, max_seq=model.rotary.cos.shape[0])
+    return build(ModuleCheckpoint(model), comm, plan=plan, dtype=dtype, device=device, max_seq=model.rotary.cos.shape[0])
 
 
 def _fill(
-    decoder: Decoder, checkpoint: Checkpoint, plan: ShardPlan, dtype: torch.dtype, reducer: HiddenReducer, replicate_embedding: bool
+    decoder: Decoder,
+    checkpoint: Checkpoint,
+    plan: ShardPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    reducer: HiddenReducer,
+    replicate_embedding: bool,
 ) -> None:
     rank = reducer.comm.rank
     parts = parts_of_rank(checkpoint.config, plan, rank)
 
     def load(name: str) -> Tensor | None:
-        return _stack(checkpoint, parts[name]) if name in parts else None
+        return _stack(checkpoint, parts[name]).to(device) if name in parts else None
 
     def need(name: str) -> Tensor:
-        return _stack(checkpoint, parts[name])
+        return _stack(checkpoint, parts[name]).to(device)
+
+    def matrix(name: str) -> Tensor:
+        return _stack(checkpoint, parts[name]).to(device, dtype)
 
     if replicate_embedding:
         decoder.embed = _embedding(need("embed.weight"))
     else:
         mine, whole = plan.vocab_of(rank), parts["embed.weight"][0]
         rows = checkpoint.read(Part(whole.name, whole.shape, mine, whole.columns))
-        decoder.embed = VocabParallelEmbedding(rows, mine.start, reducer)
+        decoder.embed = VocabParallelEmbedding(rows.to(device), mine.start, reducer)
     for name, parameter in list(decoder.named_parameters()):
         if name.endswith("norm.weight") and parameter.is_meta:
             owner = decoder.get_submodule(name.rpartition(".")[0])
@@ -150,11 +174,11 @@ def _fill(
     for i, layer in enumerate(decoder.layers):
         for side, first, second in (("attention", "qkv_proj", "o_proj"), ("mlp", "gate_up_proj", "down_proj")):
             prefix = f"layers.{i}.{side}."
-            column = ColumnParallelLinear(need(f"{prefix}{first}.weight"), load(f"{prefix}{first}.bias"), dtype)
-            row = RowParallelLinear(need(f"{prefix}{second}.weight"), load(f"{prefix}{second}.bias"), dtype, reducer)
+            column = ColumnParallelLinear(matrix(f"{prefix}{first}.weight"), load(f"{prefix}{first}.bias"), dtype)
+            row = RowParallelLinear(matrix(f"{prefix}{second}.weight"), load(f"{prefix}{second}.bias"), dtype, reducer)
             setattr(layer.get_submodule(side), first, column)
             setattr(layer.get_submodule(side), second, row)
-    decoder.head = ParallelHead(need("head.weight"), plan.vocab_of(rank).start, dtype)
+    decoder.head = ParallelHead(matrix("head.weight"), plan.vocab_of(rank).start, dtype)
 
 
 def _stack(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> Tensor:

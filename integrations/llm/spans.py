@@ -28,7 +28,7 @@ class Span:
         layer: which.
         region: "attention" or "mlp".
         operations: torch operations of `Decoder.forward` that compute; views and casts that move nothing are not counted.
-        seconds: the median over the steps that were measured.
+        seconds: the median over the steps that were measured; on an accelerator, of the time until they are queued.
     """
 
     layer: int
@@ -81,7 +81,7 @@ def measure_spans(model: ShardedModel, prompt: Sequence[int], steps: int = 8) ->
         raise ValueError("spans are measured with replicate_embedding=True")
     cache = model.new_cache()
     model.step(torch.tensor([list(prompt)]), cache)
-    token = torch.tensor([[prompt[-1]]])
+    token = torch.tensor([[prompt[-1]]], device=model.device)
     counted = _one_step(model, token, cache, _Counting()).operations
     timed = [_one_step(model, token, cache, None).spans for _ in range(steps)]
     medians = [sorted(seconds)[steps // 2] for seconds in zip(*timed, strict=True)]

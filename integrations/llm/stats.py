@@ -23,7 +23,8 @@ class Stats:
         collectives_per_token: counted over the decode steps; expected_collectives_per_token: 2 per layer and 1.
         bytes_per_token: payload that this rank sent, counted over the decode steps.
         expected_bytes_per_token: what the schedules say for the same calls.
-        seconds: where the decode steps' time went: "compute", and the group's phases.
+        seconds: where the decode steps' time went: "compute", and the group's phases. An accelerator computes while it is
+            waited for, before its sums are copied to the host: that is in "stage".
         waited_for: seconds of the decode steps' waiting by the rank that was waited for.
         activation_sha256: of all reduced hidden states of this generation, in order; None unless asked for.
     """

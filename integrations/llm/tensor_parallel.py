@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hostring import Comm
+from hostring.integrations.llm.devices import sums_wide
 from hostring.integrations.llm.qwen import linear
 from hostring.integrations.llm.shards import ShardPlan
 
@@ -31,7 +32,8 @@ Rows = Callable[[Tensor], Tensor]
 class HiddenReducer:
     """Adds up the ranks' partial hidden states in f32, and can keep a running hash of the sums.
 
-    Decoding always passes its single row through the same buffer, so that the group prepares its messages once.
+    On a CPU, decoding always passes its single row through the same buffer, so that the group prepares its messages once.
+    What lies on another device is staged by the group.
     """
 
     def __init__(self, comm: Comm, hidden_size: int, hashed: bool = False) -> None:
@@ -42,10 +44,10 @@ class HiddenReducer:
 
     def __call__(self, partial: Tensor) -> Tensor:
         """Sum over ranks, in place. partial: (..., hidden), f32, contiguous."""
-        array = partial.numpy()
+        array = partial.numpy() if partial.is_cpu else partial
         self.comm.all_reduce(array)
         if self._sha256 is not None:
-            self._sha256.update(array.data)
+            self._sha256.update(partial.cpu().numpy().data)
         return partial
 
     def reduce_row(self) -> Tensor:
@@ -73,10 +75,10 @@ def _frozen(values: Tensor) -> nn.Parameter:
 def _streamed(weight: Tensor) -> Tensor:
     """The same matrix, laid out the way that one row is multiplied fastest.
 
-    In f32, column by column: the product of one row with it then reads memory strictly forward, which is worth
+    In f32 on a CPU, column by column: the product of one row with it then reads memory strictly forward, which is worth
     15 to 20 % when the weights don't fit the cache. 16-bit kernels want rows.
     """
-    return weight.t().contiguous().t() if weight.dtype == torch.float32 else weight.contiguous()
+    return weight.t().contiguous().t() if weight.is_cpu and weight.dtype == torch.float32 else weight.contiguous()
 
 
 def _one_thread() -> bool:
@@ -113,8 +115,8 @@ class ColumnParallelLinear(nn.Module):
     """This rank's output columns of y = x Wᵀ + b. The input is whole and the same on every rank.
 
     Args:
-        weight: this rank's rows, shape (local outputs, inputs).
-        bias: its part, shape (local outputs,).
+        weight: this rank's rows, shape (local outputs, inputs), on the device that is to multiply.
+        bias: its part, shape (local outputs,), on the same.
         dtype: what this rank computes in.
     """
 
@@ -142,10 +144,11 @@ class RowParallelLinear(nn.Module):
     """y = x Wᵀ + b where each rank holds some of the inputs: one partial sum per rank, one reduction.
 
     Inputs and weights are rounded to the rank's dtype, products are summed in f32: a partial sum in f16 would overflow
-    in models with large activations. CPUs have no such kernel, so the rounded weights are kept widened.
+    in models with large activations. CPUs have no such kernel, nor have all accelerators; there the rounded weights are
+    kept widened.
 
     Args:
-        weight: this rank's columns, shape (outputs, local inputs).
+        weight: this rank's columns, shape (outputs, local inputs), on the device that is to multiply.
         bias: on one rank only; it enters the sum once.
         dtype: what this rank computes in.
         reducer: sums over the ranks.
@@ -154,14 +157,24 @@ class RowParallelLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, reducer: HiddenReducer) -> None:
         super().__init__()
         self.dtype = dtype
-        self.weight = _frozen(_streamed(weight.to(dtype).float()))
+        rounded = weight.to(dtype)
+        self.weight = _frozen(_streamed(rounded if sums_wide(rounded.device, dtype) else rounded.float()))
         self.bias = None if bias is None else _frozen(bias.float())
         self.reducer = reducer
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dtype != torch.float32:
+            return self.reducer(self._summed_wide(x.to(self.dtype)))
         if self.dtype != torch.float32:
             x = x.to(self.dtype).float()
         return self.reducer(F.linear(x, self.weight, self.bias))  # (..., outputs)
+
+    def _summed_wide(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b in f32, of 16-bit x and W, shape (..., outputs)."""
+        sums = torch.mm(x.flatten(0, -2), self.weight.t(), out_dtype=torch.float32)
+        if self.bias is not None:
+            sums += self.bias
+        return sums.view(*x.shape[:-1], -1)
 
     def bind_row(self) -> Rows:
         """The same for one row, shape (1, inputs). The result is the reducer's buffer, valid until the next call."""
@@ -190,7 +203,7 @@ class VocabParallelEmbedding(nn.Module):
     """Token ids to f32 rows where each rank holds some of the rows: one more reduction, less memory.
 
     Args:
-        weight: this rank's rows, shape (local rows, hidden).
+        weight: this rank's rows, shape (local rows, hidden), on the device that is to look them up.
         first: id of the first of them.
         reducer: sums over the ranks; all but one contribute zeros.
     """
@@ -202,11 +215,13 @@ class VocabParallelEmbedding(nn.Module):
         self.reducer = reducer
 
     def forward(self, tokens: Tensor) -> Tensor:
+        n_rows, width = self.weight.shape
+        if n_rows == 0:
+            return self.reducer(torch.zeros(*tokens.shape, width, device=self.weight.device))
         local = tokens - self.first
-        mine = (local >= 0) & (local < self.weight.shape[0])
-        rows = torch.zeros(*tokens.shape, self.weight.shape[1])  # (batch, seq, hidden)
-        rows[mine] = self.weight[local[mine]].float()
-        return self.reducer(rows)
+        nearest = local.clamp(0, n_rows - 1)  # and not only those that are here: an accelerator would have to say how many first
+        rows = F.embedding(nearest, self.weight).float()  # (batch, seq, hidden)
+        return self.reducer(torch.where((local == nearest).unsqueeze(-1), rows, 0.0))
 
 
 class ParallelHead(ColumnParallelLinear):
@@ -227,7 +242,7 @@ def gather_logits(comm: Comm, local: Tensor, plan: ShardPlan, root: int = 0) -> 
         shape (..., vocabulary).
     """
     padded = np.full((*local.shape[:-1], max(plan.vocab)), -np.inf, np.float32)
-    padded[..., : local.shape[-1]] = local.numpy()
+    padded[..., : local.shape[-1]] = local.cpu().numpy()
     stacked = comm.gather(padded, root=root)
     if stacked is None:
         return None

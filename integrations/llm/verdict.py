@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+
+def kind(run: dict[str, Any], devices: Sequence[str]) -> str:
+    """What a rank computes in, and on what, when not all of `devices` are CPUs."""
+    return str(run["dtype"]) if set(devices) <= {"cpu"} else f"{run['dtype']} {run['device']}"
 
 
 def faults(result: dict[str, Any]) -> list[str]:
@@ -35,15 +41,18 @@ def statement(result: dict[str, Any]) -> str:
     best = max(alone, key=lambda c: float(c["decode_tokens_per_s"]))
     ratio = ours / best["decode_tokens_per_s"]
     ranks = "1 rank" if result["ranks"] == 1 else f"{result['ranks']} ranks"
-    said = f"{ranks} decode {ours:,.1f} tokens/s, one rank alone in {best['dtype']} {best['decode_tokens_per_s']:,.1f}: "
+    control = f"one rank alone in {kind(best, result.get('devices', ()))} {best['decode_tokens_per_s']:,.1f}"
+    said = f"{ranks} decode {ours:,.1f} tokens/s, {control}: "
     if ratio >= 1.05:
         return said + f"tensor parallelism wins here, it is {ratio:.2f} times as fast."
     if ratio > 0.95:
         return said + "tensor parallelism neither wins nor loses here."
-    return said + f"tensor parallelism loses here, it is {ratio:.2f} times as fast. {_where(result['per_rank'])}"
+    return said + f"tensor parallelism loses here, it is {ratio:.2f} times as fast. {_where(result['per_rank'])}".rstrip()
 
 
 def _where(reports: list[dict[str, Any]]) -> str:
-    """The share of the decode time that went into communication, on the rank where it is smallest."""
+    """The share of the decode time that went into communication, on the rank where it is smallest. An accelerator can't tell."""
+    if any(r.get("device", "cpu") != "cpu" for r in reports):
+        return ""
     shares = [1 - r["seconds"]["compute"] / sum(r["seconds"].values()) for r in reports if r["seconds"]]
     return f"At least {100 * min(shares):.0f} % of the time of every rank is communication and waiting." if shares else ""

@@ -1,0 +1,57 @@
+"""Where a rank computes: on the host's processor, or on an accelerator that torch finds here."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+
+def find_device(wanted: str | torch.device) -> torch.device:
+    """The device that is meant.
+
+    Args:
+        wanted: torch's name for it, with or without a number: "cpu", "cuda" (which is also ROCm), "cuda:1", "mps", "xpu".
+            "auto" is torch's current accelerator, or the CPU where there is none.
+
+    Raises:
+        ValueError: there is no such device here; says which there are.
+    """
+    if wanted == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise ValueError(f"device {wanted!r} is unknown to torch; {_instead()}") from None
+    if (device.index or 0) >= _count(device.type):
+        raise ValueError(f"there is no device {str(device)!r} here; {_instead()}")
+    return device
+
+
+def _count(kind: str) -> int:
+    """How many devices of this type there are."""
+    module = getattr(torch, kind, None)
+    is_available = getattr(module, "is_available", None)
+    return int(module.device_count()) if module is not None and is_available is not None and is_available() else 0
+
+
+def _instead() -> str:
+    """What there is, and what to try."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return f"torch {torch.__version__} finds no accelerator: take cpu, or install the driver of yours and the build of torch for it"
+    there = ", ".join(f"{accelerator.type}:{i}" for i in range(_count(accelerator.type)))
+    return f"torch {torch.__version__} finds cpu, {there}: take one of these, or auto"
+
+
+@lru_cache
+def sums_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether an accelerator multiplies matrices of a 16-bit dtype into f32 sums. Found out with sums that f16 can't hold."""
+    if device.type == "cpu" or dtype == torch.float32:
+        return False
+    x = torch.full((16, 16), 256.0, dtype=dtype, device=device)
+    try:
+        sums = torch.mm(x, x, out_dtype=torch.float32)
+    except RuntimeError:  # of which NotImplementedError is one
+        return False
+    return bool((sums == 16 * 256.0**2).all())
