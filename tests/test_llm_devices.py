@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -267,6 +268,24 @@ def test_a_device_that_is_not_there_is_refused_before_weights_are_read(worker: C
     with pytest.raises(ValueError, match=r"no device 'fake:3' here; torch [^ ]+ finds cpu, fake:0: take one of these, or auto"):
         worker(_chosen, "fake:3")
     assert worker(_chosen, "auto") == "fake"
+
+
+def _shared_out(n_devices: int) -> list[str]:
+    fake, before = torch.fake, torch.fake.device_count  # type: ignore[attr-defined]
+    fake.device_count = lambda: n_devices
+    place = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(place)
+    try:
+        return [str(find_device("auto", 0)), str(find_device("auto", 1)), str(find_device("auto"))]
+    finally:
+        fake.device_count = before
+        for name in place:
+            del os.environ[name]
+
+
+def test_the_ranks_of_a_host_share_its_accelerators_out(worker: Callable[..., Any]) -> None:
+    assert worker(_shared_out, 2) == ["fake:0", "fake:1", "fake:1"]
+    assert worker(_shared_out, 1) == ["fake", "fake", "fake"]
 
 
 def test_the_demo_refuses_a_device_before_a_rank_is_started(

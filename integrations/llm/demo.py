@@ -85,7 +85,7 @@ def _found(devices: tuple[str, ...]) -> tuple[str, ...]:
         return devices
     from hostring.integrations.llm.devices import find_device
 
-    return tuple(str(find_device(name)) for name in devices)
+    return tuple(str(find_device(name, rank)) for rank, name in enumerate(devices))
 
 
 class _Channel:

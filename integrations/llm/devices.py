@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 
 import torch
 
+from hostring.launchers import launched
 
-def find_device(wanted: str | torch.device) -> torch.device:
+
+def find_device(wanted: str | torch.device, local_rank: int | None = None) -> torch.device:
     """The device that is meant.
 
     Args:
         wanted: torch's name for it, with or without a number: "cpu", "cuda" (which is also ROCm), "cuda:1", "mps", "xpu".
-            "auto" is torch's current accelerator, or the CPU where there is none.
+            "auto" is an accelerator, or the CPU where there is none.
+        local_rank: of this process among those of this host, which share its accelerators out by "auto". By default what the
+            launcher said; 0 where none did.
 
     Raises:
         ValueError: there is no such device here; says which there are.
     """
     if wanted == "auto":
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        return _share(local_rank)
     try:
         device = torch.device(wanted)
     except RuntimeError:
@@ -26,6 +31,17 @@ def find_device(wanted: str | torch.device) -> torch.device:
     if (device.index or 0) >= _count(device.type):
         raise ValueError(f"there is no device {str(device)!r} here; {_instead()}")
     return device
+
+
+def _share(local_rank: int | None) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    there = _count(accelerator.type)
+    if local_rank is None:
+        place = launched(os.environ)
+        local_rank = (place and place.local_rank) or 0
+    return torch.device(accelerator.type, local_rank % there) if there > 1 else accelerator
 
 
 def _count(kind: str) -> int:

@@ -100,8 +100,8 @@ def load_model(
 
     Args:
         dtype: what this rank computes in: float32, float16 or bfloat16. Ranks may differ.
-        device: what it computes on: "cpu", "cuda" (also ROCm), "cuda:1", "mps", "xpu", or "auto" for torch's current accelerator
-            if there is one. Ranks may differ.
+        device: what it computes on: "cpu", "cuda" (also ROCm), "cuda:1", "mps", "xpu", or "auto" for an accelerator
+            if there is one (see `find_device`). Ranks may differ.
         plan, max_seq, replicate_embedding, hash_activations: see `sharded.build`.
 
     Raises:
