@@ -20,10 +20,11 @@ from .engine import Engine
 from .errors import GroupClosedError, HostringError, PeerLostError
 from .fold import divide
 from .incoming import Pipe
-from .outgoing import Buffers
+from .outgoing import ALIGN, Buffers
 from .p2p import Messenger
 from .planner import Planner
 from .program import Direct, Program
+from .schedule import offsets
 from .staging import Adapter, adapter_for
 from .trace import Recorder
 from .tuner import Tuner
@@ -31,6 +32,7 @@ from .wire import numbered
 from .work import Turns
 
 NOTHING: Final = np.empty(0, np.uint8)
+_MOST_JOINED: Final = 16  # lists of arrays whose pieces are remembered
 _SHARED_SPINS: Final = 32  # turns given to others: 3 and 4 ranks on 2 cores take half the time that they take with none, no less with more
 _FEW: Final = 1 << 12  # elements that numpy rounds before another library has begun
 _SPINS: Final = 2000  # about 2 ms: longer than a layer's lanes differ, shorter than anyone would mind
@@ -52,6 +54,7 @@ class Caller:
         self._engine = Engine(self._control, self.counters, self.recorder, *_spins(group))
         self._planner = Planner(group.rank, group.world_size, self._tuner, order, group.epoch, pipes, self.counters, not self._narrows)
         self._programs = self._planner.programs
+        self._pieces: dict[tuple[tuple[int, ...], DType], tuple[Array, list[Array]]] = {}
         self._messenger = Messenger(group.rank, group.p2p, self._control, self.counters, group.epoch)
         self._turns = Turns(f"hostring-{group.name}-{group.rank}")
         self._seq = 0
@@ -164,6 +167,17 @@ class Caller:
             cast(raw, data)
         np.copyto(data, raw)
         return raw.view(carrier(BFLOAT16))
+
+    def _joined(self, sizes: tuple[int, ...], dtype: DType) -> tuple[Array, list[Array]]:
+        """Reused memory for arrays of these many elements, one after the other, behind what staging the whole may take; and its pieces."""
+        n_elements = sum(sizes)
+        room = self._planner.room(n_elements, dtype, -(-n_elements * FLOAT32.itemsize // ALIGN) * ALIGN)
+        known = self._pieces.get((sizes, dtype))
+        if known is None or known[0] is not room:
+            if len(self._pieces) >= _MOST_JOINED:
+                self._pieces.clear()
+            known = self._pieces[sizes, dtype] = room, [room[a:b] for a, b in offsets(sizes)]
+        return known
 
     def _unstage(self, adapter: Adapter, data: Array, x: Any, op: str) -> Any:
         before = perf_counter()

@@ -440,10 +440,17 @@ def _coalesced(group):
     rank, n = group.rank, group.world_size
     total = float(sum(range(1, n + 1)))
     xs = [torch.full((k + 1,), rank + 1.0) for k in range(4)]
+    calls = dist.group.WORLD._get_backend(torch.device("cpu")).comm.counters.calls
+    before = calls["all_reduce"]
     with dist.distributed_c10d._coalescing_manager():
         for x in xs:
             dist.all_reduce(x)
     assert all(torch.equal(x, torch.full_like(x, total)) for x in xs)
+    assert calls["all_reduce"] == before + 1
+    mixed = [torch.ones(2, dtype=torch.bfloat16), torch.full((3,), rank), torch.ones(1)]
+    dist.group.WORLD.allreduce(mixed).wait()
+    assert [x.tolist() for x in mixed] == [[n] * 2, [sum(range(n))] * 3, [n]]
+    assert calls["all_reduce"] == before + 3  # floats together, integers apart
     outs = [torch.zeros(n * 2) for _ in range(3)]
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
         for k, out in enumerate(outs):

@@ -49,13 +49,17 @@ class ProcessGroup(Lists, Messages, Core):
         scale = factor(opts.reduceOp) if name == PREMUL else None
 
         def job() -> None:
+            together: dict[Any, list[Tensor]] = {}
             for tensor in tensors:
                 if tensor.is_sparse:
                     all_reduce_sparse(self.comm, tensor, name, seconds)
                     continue
                 if scale is not None:
                     tensor.data.mul_(scale)
-                self.comm.all_reduce(tensor, "sum" if scale is not None else name, timeout=seconds)
+                folded_alike = "float" if tensor.is_floating_point() and tensor.itemsize <= 4 else tensor.dtype
+                together.setdefault(folded_alike, []).append(tensor)
+            for alike in together.values():
+                self.comm.all_reduce_coalesced(alike, "sum" if scale is not None else name, timeout=seconds)
 
         return self._run("all_reduce", job, tensors, opts, tensors)
 
