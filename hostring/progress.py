@@ -106,7 +106,7 @@ class MessageProgress:
             overdue = any(w.deadline - w.seconds < since for w in self._waiting()) or any(link.incoming for link in self._links.values())
         if overdue and not self._takers and self._driver.acquire(blocking=False):
             try:
-                self._drive(lambda: self._takers > 0 or not self._busy(), None)
+                self._drive(lambda: self._takers > 0 or self._cause is not None or not self._busy(), None)
             finally:
                 self._driver.release()
                 self._notify()
@@ -173,6 +173,8 @@ class MessageProgress:
     def _sleep(self, deadline: float | None, until: Callable[[], bool]) -> None:
         poller = select.poll()
         with self._mutex:
+            if self._cause is not None:  # the links may be closed
+                return
             waiting = self._waiting()
             deadlines = [w.deadline for w in waiting]
             for link in self._links.values():
