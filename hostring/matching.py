@@ -41,10 +41,9 @@ class MessageWork(Work):
 
 
 class Matching:
-    """Receives that wait for a message, and messages that came before their receive. A message fits one or is kept, never both.
+    """Receives that wait for their message, as `posted`, and messages that came before their receive, by sender.
 
-    Attributes:
-        posted: receives without a message, in the order in which they were posted.
+    `CollectiveMismatch` is raised where a message doesn't fit its receive.
     """
 
     def __init__(self, peers: Iterable[int]) -> None:
@@ -52,11 +51,7 @@ class Matching:
         self._unexpected: dict[int, deque[tuple[Header, Array]]] = {peer: deque() for peer in peers}
 
     def post(self, work: MessageWork) -> None:
-        """Serve a receive with the first message that is here for it, or let it wait for one.
-
-        Raises:
-            CollectiveMismatch: the message doesn't fit; it is gone, and `work` is not posted.
-        """
+        """Serve a receive with the first message that is here for it, or let it wait for one."""
         for rank, messages in self._unexpected.items():
             if work.wanted not in (None, rank):
                 continue
@@ -69,11 +64,7 @@ class Matching:
         self.posted.append(work)
 
     def claim(self, rank: int, header: Header) -> MessageWork | None:
-        """Take the receive that waits for the message with this header from `rank`; None when none does.
-
-        Raises:
-            CollectiveMismatch: the message doesn't fit; its receive stays posted.
-        """
+        """Take away the receive that waits for the message with this header from `rank`; None when none does."""
         tag = _tag(header)
         work = next((w for w in self.posted if w.tag == tag and w.wanted in (None, rank)), None)
         if work is not None:
@@ -82,11 +73,7 @@ class Matching:
         return work
 
     def keep(self, rank: int, header: Header, body: Array) -> None:
-        """Take in a whole message that no receive waited for when it began.
-
-        Raises:
-            CollectiveMismatch: as in `claim`, for a receive that was posted since.
-        """
+        """Take a message that no receive waited for when it began: one may have been posted since."""
         work = self.claim(rank, header)
         if work is None:
             self._unexpected[rank].append((header, body))

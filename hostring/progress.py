@@ -43,8 +43,6 @@ class MessageProgress:
         self._sleeping = False
         self._thread: threading.Thread | None = None
 
-    # ------------------------------------------------------------------ by whoever waits
-
     def help(self, work: Work) -> None:
         """See `Driver.help`."""
         waiting = False
@@ -74,8 +72,6 @@ class MessageProgress:
         """Wake those that wait while another thread makes progress: `work` has ended, or they may drive themselves."""
         with self._changed:
             self._changed.notify_all()
-
-    # ------------------------------------------------------------------ in the background
 
     def hurry(self) -> None:
         """See `Driver.hurry`: the background thread looks soon enough."""
@@ -118,8 +114,6 @@ class MessageProgress:
                 return False
             self._thread = None
             return True
-
-    # ------------------------------------------------------------------ driving
 
     def _waiting(self) -> list[MessageWork]:
         """Posted receives without a message, and sends that the links have not taken."""
@@ -202,8 +196,6 @@ class MessageProgress:
 
     def _as_waiting(self, work: MessageWork) -> Waiting:
         return Waiting(min(self._links) if work.wanted is None else work.wanted, work.what)
-
-    # ------------------------------------------------------------------ the end
 
     def _fail(self, exc: HostringError) -> None:
         cause = self._control.settle(exc)
