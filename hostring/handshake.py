@@ -30,6 +30,9 @@ HELLO_LIMIT = 4096
 HELLO_SECONDS = 5.0
 KINDS = ("data", "control", "p2p")
 
+Wire = tuple[int, str]
+"""(peer, kind) of a link."""
+
 
 @dataclass(frozen=True)
 class Hello:

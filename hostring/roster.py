@@ -85,13 +85,13 @@ class Roster:
 
     @property
     def epoch(self) -> int:
-        """31 bits that tell frames of this group from those of another."""
-        return int.from_bytes(self._digest(b"epoch")[:4], "little") >> 1
+        """31 bits that tell frames of this group from those of another; 0 where nothing tells two starts of one group apart."""
+        return int.from_bytes(self._digest(b"epoch")[:4], "little") >> 1 if self.entries else 0
 
-    def hello(self, epoch: int) -> Hello:
+    def hello(self) -> Hello:
         """What this rank says on its links."""
         mine = self.mine
-        return Hello(self.identity, mine.nonce, epoch, mine.world_size, mine.rank, KINDS[0], mine.contract, mine.member)
+        return Hello(self.identity, mine.nonce, self.epoch, mine.world_size, mine.rank, KINDS[0], mine.contract, mine.member)
 
     def check(self) -> None:
         """Refuse what can't work. Every rank comes to the same conclusion.

@@ -17,7 +17,7 @@ from typing import Any
 
 from hostring.addresses import Address, join_address, scope_id
 from hostring.errors import HandshakeError, HostringError, RendezvousError
-from hostring.handshake import HELLO_LIMIT, HELLO_SECONDS, Hello, Protocol, RefusedError, accept, compare_contracts, dial, refusal
+from hostring.handshake import HELLO_LIMIT, HELLO_SECONDS, Hello, Protocol, RefusedError, Wire, accept, compare_contracts, dial, refusal
 from hostring.message import framed
 from hostring.rendezvous import Progress, names
 from hostring.streams import accept_all, end, receive, send
@@ -30,9 +30,6 @@ STAGGER = 0.25
 
 REFUSALS_LIMIT = 3
 """Refusals that no later attempt will change, after which dialling a peer ends."""
-
-Wire = tuple[int, str]
-"""(peer, kind) of a link."""
 
 
 @dataclass

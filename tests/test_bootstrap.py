@@ -21,7 +21,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from hostring import bootstrap, wiring
+from hostring import peers, wiring
 from hostring.addresses import interfaces, is_loopback
 from hostring.bootstrap import Group, connect
 from hostring.config import Config, from_environment
@@ -422,7 +422,7 @@ def test_who_does_not_belong_is_refused_and_the_start_goes_on(
     while reason == "duplicate" and len(open_start.sent_to_0) < 6 and time.monotonic() < end:
         time.sleep(0.01)  # rank 1 must have got there first
     honest = open_start.roster(2)
-    hello = replace(honest.hello(honest.epoch), **{"kind": "control", **change})
+    hello = replace(honest.hello(), **{"kind": "control", **change})
     with pytest.raises(HandshakeError) as refused:
         dial_by_hand(open_start.address, hello, 0, open_start.roster(2, given_secret).secret)
     assert getattr(refused.value, "reason", None) == reason
@@ -593,14 +593,14 @@ def test_the_first_address_that_answers_wins_and_the_others_cost_little() -> Non
     two = configs(2)
     elsewhere = socket.create_server(("127.0.0.1", 0))
     bad = [("127.0.0.1", free_port()), ("192.0.2.123", 9), ("127.0.0.1", elsewhere.getsockname()[1])]
-    real = bootstrap._Forming._listen
+    real = peers.open_listeners
 
-    def offer_more(self: Any, hosts: Any, port: int = 0) -> Any:
-        good = real(self, hosts, port)
-        return [*bad, *good] if self.rank == 0 else good
+    def offer_more(start: Any, hosts: Any) -> Any:
+        good = real(start, hosts)
+        return [*bad, *good] if start.rank == 0 else good
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bootstrap._Forming, "_listen", offer_more)
+        patch.setattr(peers, "open_listeners", offer_more)
         started = time.monotonic()
         groups = form(two)
         assert time.monotonic() - started < 4.0

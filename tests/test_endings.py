@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from hostring import GroupClosedError, HostringError, PeerLostError
+from hostring.dtypes import CODES
+from hostring.wire import message_header
 
 SOON = 5.0  # seconds; what is told to the others takes milliseconds, the deadline of these groups is 20 s
 TOPOLOGIES = [("mesh", "rank"), ("ring", "rank"), ("star", "rank"), ("tree", "tree")]
@@ -154,6 +156,29 @@ def test_abort_ends_queued_work_and_messages(run_ranks):
 
     said = run_ranks(2, body)[0]
     assert all("no more" in words for words in said)
+
+
+@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+def test_abort_in_the_middle_of_a_message_ends_the_thread_that_receives_it(run_ranks, transport):
+    here, over = threading.Event(), threading.Event()
+
+    def body(comm):
+        if comm.rank == 1:
+            header = message_header(0, 0, 1_000_000, CODES[np.dtype(np.float64)], 8_000_000, comm._group.epoch)
+            assert comm._group.p2p[0].send([header, bytes(1000)]) == len(header) + 1000
+            here.set()
+            assert over.wait(SOON)
+            return True
+        assert here.wait(SOON)
+        work = comm.recv(np.empty(1_000_000), 1, async_op=True)
+        time.sleep(0.05)
+        comm.abort("no more")
+        thread = comm._messenger._thread
+        thread.join(SOON)
+        over.set()
+        return work.is_completed(), thread.is_alive()
+
+    assert run_ranks(2, body, transport=transport)[0] == (True, False)
 
 
 def test_an_exception_that_leaves_the_block_is_told_to_all(run_ranks):

@@ -109,14 +109,14 @@ def test_the_engine_knows_no_topology_and_no_transport():
     assert not {name for name in known if name.split(".")[0] in ("topologies", "transports", "comm", "bootstrap", "planner")}
 
 
-def test_bootstrap_alone_imports_transports():
-    """By name, so that a transport which a platform lacks costs nothing."""
-    for module in SOURCES:
-        if not module.startswith("transports"):
-            assert not {name for name in ours(module) if name.startswith("transports")}, module
-            if module != "bootstrap":
-                assert not {text for text in texts(module) if re.match(r"hostring\.transports\b", text)}, module
-    assert any(text.startswith("hostring.transports") for text in texts("bootstrap"))
+def test_only_the_start_of_a_group_imports_transports():
+    """When it needs them, but for those that every platform has."""
+    named = re.compile(r"hostring\.transports\b")
+    users = {m for m in SOURCES if not m.startswith("transports") and any(map(named.match, imported(m)))}
+    assert users == {"start", "listeners", "linking"}
+    at_once = {name for module in users for name in imported(module, everywhere=False) if name.startswith("hostring.transports.")}
+    assert at_once == {f"hostring.transports.{name}" for name in ("memory", "tcp", "unix")}
+    assert not {module for module in SOURCES if any(map(named.match, texts(module)))} - {"transports"}
 
 
 def test_nothing_imports_integrations():

@@ -23,7 +23,7 @@ from oracle import bits, fold_in_order, rank_distinct
 from test_shm import footprint
 
 import hostring
-from hostring import bootstrap
+from hostring import bootstrap, listeners, peers
 from hostring.addresses import interfaces, is_loopback
 from hostring.rendezvous import MemoryStore
 from hostring.transports import sharing, shm
@@ -151,13 +151,13 @@ def test_two_hosts_with_two_ranks_each_share_memory_within_each(monkeypatch: pyt
         pytest.skip("needs an address that is not loopback: ranks of different hosts are given no other")
     monkeypatch.setenv("HOSTRING_INTERFACE", f"{outward[0]}/32")
     monkeypatch.setenv("HOSTRING_SECRET", "shared")
-    this_member = bootstrap.this_member
+    this_member = peers.this_member
 
     def of_a_host(addresses: list[Any]) -> Any:
         host = "ab"[int(threading.current_thread().name.split()[1]) // 2]
         return replace(this_member(addresses), host_id=host, net_id=host)
 
-    monkeypatch.setattr(bootstrap, "this_member", of_a_host)
+    monkeypatch.setattr(peers, "this_member", of_a_host)
     store = MemoryStore()
 
     def body(rank: int) -> Any:
@@ -204,7 +204,7 @@ def test_a_machine_of_unknown_memory_order_uses_tcp(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_taken_name_costs_the_memory_not_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "_beside", lambda port: "@hostring-test-taken")
+    monkeypatch.setattr(listeners, "beside", lambda port: "@hostring-test-taken")
     squatter = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     squatter.bind("\0hostring-test-taken")
     for links in in_threads(2, carriers, transport="auto"):
