@@ -453,7 +453,7 @@ class Comm(Caller):
 
     def _finish(self, work: Any) -> Any:
         try:
-            return self._messenger.wait(work)
+            return work.wait()
         except BaseException as exc:
             raise self._fail(exc) from exc
 
@@ -562,6 +562,7 @@ class Comm(Caller):
         for link in self._group.data.values():
             link.abort()
         self._messenger.abort(HostringError(f"rank {self.rank} aborted the group: {reason}", self.rank))
+        self._messenger.close(1.0)
         self._turns.close(1.0)
         self._group.close()
 

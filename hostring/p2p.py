@@ -51,10 +51,6 @@ class Messenger(MessageProgress):
         self._nudge(background and not work.is_completed())
         return work
 
-    def wait(self, work: MessageWork) -> Any:
-        """Make progress until `work` has ended. Returns its result, or raises what it raised."""
-        return work.wait()
-
     def _link(self, rank: int) -> MessageLink:
         if self._cause is not None:
             raise again(self._cause)

@@ -229,7 +229,8 @@ class MessageProgress:
                 for link in self._links.values():
                     self._try(link, link.push)
             select.select([], [], [], 0.001)
-        self.abort(HostringError(f"rank {self._rank} closed the group", self._rank))
+        if self._cause is None:
+            self.abort(HostringError(f"rank {self._rank} closed the group", self._rank))
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(seconds)

@@ -260,7 +260,8 @@ def test_groups_can_follow_each_other_on_one_store(run_ranks):
         assert run_ranks(2, lambda comm: float(comm.all_reduce(np.ones(()))), store=store) == [2.0, 2.0]
 
 
-def test_threads_and_descriptors_are_given_back(run_ranks):
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_threads_and_descriptors_are_given_back(run_ranks, end):
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -271,7 +272,8 @@ def test_threads_and_descriptors_are_given_back(run_ranks):
         comm.barrier()
         sub = comm.split(0)
         sub.barrier()
-        sub.close()
+        sub.recv(ones(), sub.rank ^ 1, async_op=True)
+        sub.close() if end == "close" else sub.abort()
 
     run_ranks(2, body, transport="tcp")
     time.sleep(0.05)
