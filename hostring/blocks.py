@@ -14,7 +14,7 @@ import numpy as np
 
 from .dtypes import BLOCK, Array
 
-_PIECE: Final = 1 << 15  # elements that are worked on at once: they and the scratch for them stay in the second-level cache
+_PIECE: Final = 1 << 16  # elements that are worked on at once: longer than what numpy adds to each call, short enough for a cache
 _AT_ONCE: Final = 1 << 12  # elements up to which numpy's own reduction finds the largest of each block sooner than long loops do
 _LARGEST: Final = 127
 _HUGE: Final = 238 << 23  # 2^111: from here on there is no room for `_MAGIC`, and NaN and infinity are here too
@@ -35,33 +35,22 @@ def round_to_blocks(values: Array, payload: Array) -> None:
     """
     n_elements = values.size
     elements, scales = payload[:n_elements].view(np.int8), payload[n_elements:]
-    padded = -(-min(n_elements, _PIECE) // BLOCK) * BLOCK
-    sums, magic = np.empty(padded, np.float32), np.empty(padded, np.float32)
-    if 0 < n_elements <= _PIECE:
-        _round_piece(values, elements, scales, sums, magic)
-        return
     for a in range(0, n_elements, _PIECE):
-        b = min(a + _PIECE, n_elements)
-        n_blocks = -(-(b - a) // BLOCK)
-        few = slice(n_blocks * BLOCK)
-        _round_piece(values[a:b], elements[a:b], scales[a // BLOCK :][:n_blocks], sums[few], magic[few])
+        _round_piece(values[a : a + _PIECE], elements[a : a + _PIECE], scales[a // BLOCK : (a + _PIECE) // BLOCK])
 
 
-def _round_piece(values: Array, elements: Array, scales: Array, sums: Array, magic: Array) -> None:
-    """`sums` and `magic` are scratch, as long as `values` in whole blocks."""
+def _round_piece(values: Array, elements: Array, scales: Array) -> None:
     n_elements = values.size
-    magnitudes = sums
-    if n_elements < sums.size:
-        magnitudes[n_elements:] = 0
-        sums = sums[:n_elements]
+    scratch = np.empty(scales.size * BLOCK, np.float32)
+    scratch[n_elements:] = 0
+    sums = scratch[:n_elements]
     np.abs(values, out=sums)
-    largest = _largest(magnitudes.view(np.int32), magic.view(np.int32))
+    largest = _largest(scratch.view(np.int32))
     huge = _take_huge(values, largest) if largest.item(largest.argmax()) >= _HUGE else None
     scales[...] = largest >> _MANTISSA_BITS
     largest &= _EXPONENT
     largest += _MAGIC
-    magic.reshape(-1, BLOCK)[...] = largest.view(np.float32)[:, None]
-    magic = magic[:n_elements]
+    magic = largest.view(np.float32).repeat(BLOCK)[:n_elements]
     np.add(values, magic, out=sums)
     np.copyto(elements, sums.view(np.int32), casting="unsafe")
     np.subtract(sums, magic, out=values)
@@ -73,16 +62,17 @@ def _round_piece(values: Array, elements: Array, scales: Array, sums: Array, mag
         _put_huge(values, elements, scales, *huge)
 
 
-def _largest(magnitudes: Array, lanes: Array) -> Array:
-    """The largest of each block, a new array of shape (blocks,). Both arguments are scratch."""
+def _largest(magnitudes: Array) -> Array:
+    """The largest of each block, a new array of shape (blocks,)."""
     n = magnitudes.size
     if n <= _AT_ONCE:
         found: Array = np.maximum.reduce(magnitudes.reshape(-1, BLOCK), axis=1)
         return found
     # Long loops, since short ones cost numpy more than what is in them: each element with that half a block on, and so on.
-    np.maximum(magnitudes[: n - 16], magnitudes[16:], out=lanes[: n - 16])
-    np.maximum(lanes[: n - 24], lanes[8 : n - 16], out=magnitudes[: n - 24])
-    fours = magnitudes.view(np.complex128)  # 8 times 4 lanes a block, of which two are left
+    halves = np.maximum(magnitudes[:-16], magnitudes[16:])
+    quarters = np.empty_like(magnitudes)
+    np.maximum(halves[:-8], halves[8:], out=quarters[: n - 24])
+    fours = quarters.view(np.complex128)  # 8 times 4 lanes a block, of which two are left
     four = np.maximum(fours[::8].copy().view(np.int32), fours[1::8].copy().view(np.int32))
     two = np.maximum(four[:-2], four[2:])
     return np.maximum(two[:-1:4], two[1::4])
@@ -118,17 +108,14 @@ def bind_widen(values: Array, payload: Array) -> Callable[[], Any]:
     n_elements = values.size
     payload = payload.view(np.uint8)
     elements, scales = payload[:n_elements].view(np.int8), payload[n_elements:]
-    weights = np.empty((-(-min(n_elements, _PIECE) // BLOCK), BLOCK), np.float32)
-    pieces = []
-    for a in range(0, n_elements, _PIECE):
-        b = min(a + _PIECE, n_elements)
-        of_these = scales[a // BLOCK : -(-b // BLOCK)]
-        pieces.append((values[a:b], elements[a:b], of_these, weights[: of_these.size], weights.reshape(-1)[: b - a]))
+    pieces = [
+        (values[a : a + _PIECE], elements[a : a + _PIECE], scales[a // BLOCK : (a + _PIECE) // BLOCK])
+        for a in range(0, n_elements, _PIECE)
+    ]
 
     def widen() -> None:
-        for target, source, exponents, by_block, by_element in pieces:
+        for target, source, exponents in pieces:
             np.copyto(target, source)
-            by_block[...] = _WEIGHTS.take(exponents)[:, None]
-            np.multiply(target, by_element, out=target)
+            np.multiply(target, _WEIGHTS.take(exponents).repeat(BLOCK)[: target.size], out=target)
 
     return widen
