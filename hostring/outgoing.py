@@ -82,15 +82,16 @@ class Message:
 
     Attributes:
         origin: where it came from, when it is only passed on: another rank's dtype is kept.
-        cuts: the pieces of a raw contribution that it consists of.
+        elements, scales: where a raw contribution lies in what the caller brings; scales only where it consists of blocks.
         result, asker: when it is a result for one rank, and that rank's contribution, whose dtype says what it will round to.
     """
 
-    __slots__ = ("asker", "cuts", "header", "is_raw", "origin", "result", "spot")
+    __slots__ = ("asker", "elements", "header", "is_raw", "origin", "result", "scales", "spot")
 
     def __init__(self, header: bytearray, spot: Spot, is_raw: bool, origin: Incoming | None) -> None:
         self.header, self.spot, self.is_raw, self.origin = header, spot, is_raw, origin
-        self.cuts: tuple[slice, ...] = (slice(spot.start, spot.stop),)
+        self.elements = slice(spot.start, spot.stop)
+        self.scales: slice | None = None
         self.result: Result | None = None
         self.asker: Incoming | None = None
 
@@ -114,7 +115,10 @@ class Message:
             return self._passed_on(self.origin), self.origin.side[HEADER_BYTES:]
         if self.is_raw:
             assert b.raw is not None
-            return (self.header, b.raw) if self.spot.whole else (self.header, *[b.raw[cut] for cut in self.cuts])
+            if self.spot.whole:
+                return self.header, b.raw
+            pieces = self.header, b.raw[self.elements]
+            return pieces if self.scales is None else (*pieces, b.raw[self.scales])
         return self.header, self.spot.buffer(b)
 
     def _passed_on(self, origin: Incoming) -> bytearray:

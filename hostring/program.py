@@ -248,8 +248,7 @@ class Program:
         payload = self.dtype if raw is None else raw
         message = Message(self._header(k, part, len(send.what), payload), self._spot(send.what), raw is not None, origin)
         if payload == MXINT8:
-            scales = slice(*(self._schedule.data - (-at // BLOCK) for at in (send.what.start, send.what.stop)))
-            message.cuts = (*message.cuts, scales)
+            message.scales = slice(*(self._schedule.data - (-at // BLOCK) for at in (send.what.start, send.what.stop)))
         return message
 
     def _result(self, what: Range, before: Mapping[Range, Result]) -> Result:

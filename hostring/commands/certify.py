@@ -46,24 +46,29 @@ class Line:
     def prove(self, world_size: int) -> None:
         """On symbols."""
         from hostring.certify import certify_all_reduce
-        from hostring.dtypes import unit_of
 
-        unit = unit_of(self.wire)
-        short = max(SEGMENT, unit)
-        whole = world_size * short
+        short, whole = self._segment, world_size * self._segment
         for n_elements, segment in [*((n, short) for n in sizes(world_size, short)), (whole, whole)]:
-            shown = certify_all_reduce(self.topology, self.variant, self.order, world_size, n_elements, segment, unit)
+            shown = certify_all_reduce(self.topology, self.variant, self.order, world_size, n_elements, segment, self._unit)
             self.elements += world_size * n_elements
         self.certificates.append(shown)
 
     def compare(self, world_size: int) -> None:
         """On links."""
         from hostring.certify_links import certify_on_links
+
+        of_this = (self.topology, self.variant, self.order, world_size, sizes(world_size, self._segment), self._segment)
+        self.on_links += certify_on_links(*of_this, wire=self.wire)
+
+    @property
+    def _unit(self) -> int:
         from hostring.dtypes import unit_of
 
-        short = max(SEGMENT, unit_of(self.wire))
-        of_this = (self.topology, self.variant, self.order, world_size, sizes(world_size, short), short)
-        self.on_links += certify_on_links(*of_this, wire=self.wire)
+        return unit_of(self.wire)
+
+    @property
+    def _segment(self) -> int:
+        return max(SEGMENT, self._unit)
 
 
 def certify(
