@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from fractions import Fraction
 
 import numpy as np
@@ -14,11 +16,16 @@ from oracle import COMBINATIONS, as_library, bits, force, rank_distinct
 from oracle import fold_in_order as fold
 
 from hostring.bench import truth
+from hostring.bench.cases import REDUCING, case
+from hostring.bench.contenders import Hostring
+from hostring.bench.measure import Effort, Session
 from hostring.blocks import bind_widen, round_to_blocks
 from hostring.certify import NotCertified, certify_all_reduce, combinations
 from hostring.certify_links import certify_on_links
 from hostring.dtypes import BFLOAT16, BY_NAME, MXINT8, PAYLOAD_CODES, nbytes_of
 from hostring.errors import CollectiveMismatch
+from hostring.integrations.torch_backend import Options
+from hostring.integrations.torch_pg.create import connect
 from hostring.wire import EXPECTED_BYTES, payload_fields
 
 LENGTHS = (0, 1, 31, 32, 33, 100, 4097)
@@ -262,7 +269,7 @@ def test_the_counters_hold_what_is_expected(run_ranks, topology, order, world_si
 
     def calls(comm):
         counted = []
-        for (name, n_elements), dtype in ((case, dtype) for case in wanted for dtype in (np.float32, BFLOAT16, np.float64)):
+        for (name, n_elements), dtype in ((called, dtype) for called in wanted for dtype in (np.float32, BFLOAT16, np.float64)):
             n_elements -= n_elements % world_size if name == "reduce_scatter" else 0
             before = comm.counters.payload_sent
             getattr(comm, name)(np.ones(n_elements, dtype))
@@ -322,6 +329,30 @@ def test_a_nan_spoils_its_block_and_no_other(run_ranks):
     for result in run_ranks(2, calls, wire="mxint8"):
         assert (result[32:64].view(np.uint32) == 0x7FC00000).all()
         assert (np.delete(result, slice(32, 64)) == 2).all()
+
+
+@pytest.mark.parametrize("order", ["rank", "ring", "tree"])
+def test_the_benchmark_finds_the_results_right(run_ranks, order):
+    def calls(comm):
+        session = Session(comm, [Hostring("auto", comm)], Effort(iterations=1, rounds=1, warmup=1))
+        wanted = [case(name, "sum", np.dtype(dtype), 4004, 3, order) for name in REDUCING for dtype in (np.float32, BFLOAT16, np.int32)]
+        return [row.wrong for one in wanted for row in session.rows(one, lambda what: None)]
+
+    assert run_ranks(3, calls, wire="mxint8", order=order) == [[0] * 9] * 3
+
+
+def test_a_torch_group_takes_the_wire():
+    store = torch.distributed.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        options = Options(wire="mxint8", transport="tcp")
+        starts = [pool.submit(connect, store, rank, 2, timedelta(seconds=20), options) for rank in range(2)]
+        groups = [start.result(30) for start in starts]
+        tensors = [torch.full((100,), 1 + 2**-7) for _ in groups]
+        for done in [pool.submit(lambda g, t: g.allreduce([t]).wait(), *pair) for pair in zip(groups, tensors, strict=True)]:
+            done.result(30)
+        assert [t.unique().tolist() for t in tensors] == [[2.0]] * 2
+        for done in [pool.submit(group.comm.close) for group in groups]:
+            done.result(30)
 
 
 def test_a_split_and_the_environment_keep_the_wire(run_ranks, monkeypatch):
