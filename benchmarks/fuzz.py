@@ -29,6 +29,7 @@ from hostring.caller import Caller
 from hostring.cluster import Token
 from hostring.control import Control
 from hostring.counters import Counters
+from hostring.dtypes import MXINT8, PAYLOAD_CODES
 from hostring.engine import Engine
 from hostring.errors import HandshakeError, HostringError, PeerLostError
 from hostring.handshake import RefusedError
@@ -148,7 +149,8 @@ def good_frames() -> list[bytes]:
     _, (caller, _) = _alone(b"")
     program = caller._planner.all_reduce(6, np.dtype(np.float32), "sum", None)
     ours = bytes(program.stages[0].incoming[0].header)
-    return [ours + np.arange(6, dtype=np.float32).tobytes(), bytes(call.header(0, 0, 0, 24)) + bytes(24)]
+    blocks = ours[: wire.EXPECTED_BYTES] + wire.payload_fields(PAYLOAD_CODES[MXINT8], 7) + bytes([1, 2, 3, 4, 5, 6, 127])
+    return [ours + np.arange(6, dtype=np.float32).tobytes(), blocks, bytes(call.header(0, 0, 0, 24)) + bytes(24)]
 
 
 def messages(data: bytes) -> None:

@@ -3,12 +3,15 @@
     with Switch(4, mbit=[250, 100, 100, 100]) as hosts:
         subprocess.run(hosts.command(0, ["python", "rank.py"]))
 
+    python benchmarks/links.py --mbit 1000 hostring-bench --pin          # a rank on each of two hosts
+
 Rates are token buckets, both ways. The bursts are small enough that a rate holds from the first packet on, and large enough
 that the kernel reaches it. Where the kernel has no netem, a relay between two TUN devices delays packets (delay.c).
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -204,3 +207,18 @@ def wait_ranks(ranks: Sequence[subprocess.Popen[Any]], seconds: float) -> None:
             if r.poll() is None:
                 r.kill()
                 r.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-n", "--ranks", type=int, default=2)
+    parser.add_argument("--mbit", type=float, help="rate of each host, both ways; no limit without")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for everything")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run as one rank on each host")
+    options = parser.parse_args()
+    with Switch(options.ranks, [options.mbit] * options.ranks) as hosts:
+        wait_ranks(start_ranks(hosts, options.command, options.ranks), options.timeout)
+
+
+if __name__ == "__main__":
+    main()

@@ -76,8 +76,9 @@ def init(
         topology: auto, mesh, ring, star or tree, or rules such as "all_reduce:mesh/two_shot;broadcast:star" (docs/topologies.md).
             Never changes a bit of a result; "auto" picks by size.
         order: rank, ring or tree, the declared fold order, part of the group's contract.
-        wire: float32 (the default), or bfloat16: what float32 arrays contribute to reductions is rounded to bfloat16, so that
-            contributions travel in half the bytes; it is folded in float32 all the same. Part of the group's contract.
+        wire: float32 (the default), bfloat16 or mxint8: what float32 arrays contribute to reductions is rounded to that, so that
+            contributions travel in a half or (blocks of 32 that share a power of two) a quarter of the bytes; it is folded in
+            float32 all the same. Part of the group's contract.
         transport: auto (shared memory within a host, TCP between hosts), tcp, unix, shm, or memory for ranks that are threads of one
             process.
         timeout: seconds for start-up, and for each operation unless it says otherwise. 120 by default.

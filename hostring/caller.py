@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from . import bootstrap, forked
+from . import blocks, bootstrap, forked
 from .casting import cast, copy
 from .control import Control, again
 from .counters import STAGE, Counters
-from .dtypes import BFLOAT16, FLOAT32, Array, DType, carrier, check_op, wire_dtype
+from .dtypes import BFLOAT16, FLOAT32, MXINT8, WIRES, Array, DType, carrier, check_op, nbytes_of
 from .engine import Engine
 from .errors import GroupClosedError, HostringError, PeerLostError
 from .fold import divide
@@ -33,6 +33,7 @@ from .work import Turns
 
 NOTHING: Final = np.empty(0, np.uint8)
 _MOST_JOINED: Final = 16  # lists of arrays whose pieces are remembered
+_BYTE: Final = NOTHING.dtype
 _SHARED_SPINS: Final = 32  # turns given to others: 3 and 4 ranks on 2 cores take half the time that they take with none, no less with more
 _FEW: Final = 1 << 12  # elements that numpy rounds before another library has begun
 _SPINS: Final = 2000  # about 2 ms: longer than a layer's lanes differ, shorter than anyone would mind
@@ -44,7 +45,7 @@ class Caller:
     def __init__(self, group: bootstrap.Group, *, topology: str, order: str, wire: str, timeout: float) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self.order, self.wire, self.topology, self.timeout = order, wire, topology, timeout
-        self._narrows = wire != "float32"
+        self._lossy, self._narrows = WIRES[wire], wire != "float32"
         pipes = {peer: Pipe(link) for peer, link in group.data.items()}
         self.counters = Counters(pipes)
         self._group = group
@@ -52,7 +53,7 @@ class Caller:
         self._control = Control(group.rank, group.control)
         self.recorder = Recorder(group.name, group.rank, group.world_size)
         self._engine = Engine(self._control, self.counters, self.recorder, *_spins(group))
-        self._planner = Planner(group.rank, group.world_size, self._tuner, order, group.epoch, pipes, self.counters, not self._narrows)
+        self._planner = Planner(group.rank, group.world_size, self._tuner, order, group.epoch, pipes, self.counters, wire)
         self._programs = self._planner.programs
         self._pieces: dict[tuple[tuple[int, ...], DType], tuple[Array, list[Array]]] = {}
         self._messenger = Messenger(group.rank, group.p2p, self._control, self.counters, group.epoch)
@@ -132,16 +133,17 @@ class Caller:
 
     def _travels_as(self, dtype: DType) -> DType:
         """The dtype of a contribution of `dtype` on its way."""
-        return BFLOAT16 if self._narrows and dtype == FLOAT32 else dtype
+        return self._lossy if self._narrows and dtype == FLOAT32 else dtype
 
-    def _stage(self, adapter: Adapter, x: Any, view: Array | None, own: DType, in_place: bool = False) -> tuple[Array, Array | None]:
-        """What `x` contributes, as a flat wire array, and in its own bits when they may travel raw.
+    def _stage(
+        self, adapter: Adapter, x: Any, view: Array | None, wire: DType, own: DType, in_place: bool = False
+    ) -> tuple[Array, Array | None]:
+        """What `x` contributes, as a flat array of the dtype `wire`, and in its own bits when they may travel raw.
 
         Args:
             own: the dtype that it travels in.
             in_place: `x` will hold the result, and may be rounded where it is.
         """
-        wire = wire_dtype(own)
         if view is not None and own == wire:
             return view, None
         if view is not None and view.dtype == wire and in_place:
@@ -160,6 +162,10 @@ class Caller:
 
     def _round(self, data: Array, after: int) -> Array:
         """Round `data` to what it travels as, in place, and return it so, in reused memory behind the first `after` bytes."""
+        if self._lossy == MXINT8:
+            payload = self._planner.room(nbytes_of(data.size, MXINT8), _BYTE, after)
+            blocks.round_to_blocks(data, payload)
+            return payload
         raw = self._planner.room(data.size, BFLOAT16, after)
         if data.size <= _FEW:
             copy(raw, data)

@@ -8,21 +8,22 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from .dtypes import Array, DType
+from . import blocks
+from .dtypes import FLOAT32, MXINT8, Array, DType
 
 Bind: TypeAlias = Callable[[Array, Array], Callable[[], Any]]
 
-_FASTER: Final[dict[tuple[DType, DType], Bind]] = {}
+_BINDS: Final[dict[tuple[DType, DType], Bind]] = {(MXINT8, FLOAT32): blocks.bind_widen}
 
 
 def register_cast(source: DType, target: DType, bind: Bind) -> None:
     """Let `bind(target, source)` make the casts of this pair: it returns a function that does one. The bits must be the same."""
-    _FASTER[source, target] = bind
+    _BINDS[source, target] = bind
 
 
 def bound_cast(target: Array, source: Array) -> Callable[[], Any]:
     """A function that casts the present contents of `source` into `target`, both flat and contiguous, as often as it is called."""
-    bind = _FASTER.get((source.dtype, target.dtype))
+    bind = _BINDS.get((source.dtype, target.dtype))
     if bind is not None and source.size:
         return bind(target, source)
     if np.can_cast(source.dtype, target.dtype):  # nothing can overflow, so there is nothing to keep quiet

@@ -119,9 +119,9 @@ def contribution(rank: int, i: int) -> str:
     return f"x{rank}[{i}]"
 
 
-def declared(order: str, world_size: int, n_elements: int) -> list[Expression]:
+def declared(order: str, world_size: int, n_elements: int, unit: int = 1) -> list[Expression]:
     """The declared fold of every element of an all-reduce."""
-    chunks = split_evenly(n_elements, world_size)
+    chunks = split_evenly(n_elements, world_size, unit)
     starts = [c + 1 for c, (a, b) in enumerate(chunks) for _ in range(a, b)]
     return [expression(order, [contribution(r, i) for r in range(world_size)], starts[i]) for i in range(n_elements)]
 
@@ -139,21 +139,29 @@ class Certificate:
     sent: float
 
 
-def certify_all_reduce(topology: str, variant: str, order: str, world_size: int, n_elements: int, segment: int) -> Certificate:
+def certify_all_reduce(
+    topology: str, variant: str, order: str, world_size: int, n_elements: int, segment: int, unit: int = 1
+) -> Certificate:
     """Prove one all-reduce on symbols.
 
+    Args:
+        unit: elements of a contribution that must stay together; `segment` is a multiple of it.
+
     Raises:
-        NotCertified: an element on some rank is folded otherwise than declared.
+        NotCertified: an element on some rank is folded otherwise than declared, or a contribution is cut inside of a unit.
     """
     t = TOPOLOGIES[topology]
-    schedules = [t.variants[variant].build(t.place(rank, world_size), n_elements, order, segment) for rank in range(world_size)]
+    schedules = [t.variants[variant].build(t.place(rank, world_size, unit), n_elements, order, segment) for rank in range(world_size)]
     for rank, schedule in enumerate(schedules):
+        cuts = {at for r in schedule.rounds for s in r.sends if s.raw and s.what.buffer == DATA for at in (s.what.start, s.what.stop)}
+        if any(at % unit for at in cuts - {n_elements}):
+            raise NotCertified(f"{topology}/{variant}: rank {rank} cuts its contribution at {sorted(cuts)}, not at multiples of {unit}")
         strangers = {m.peer for r in schedule.rounds for messages in (r.sends, r.recvs) for m in messages} - t.neighbours(rank, world_size)
         if strangers:
             raise NotCertified(f"{topology}/{variant}: rank {rank} talks to {sorted(strangers)}, to which it has no link")
     memories: list[Memory] = [{DATA: [contribution(rank, i) for i in range(n_elements)]} for rank in range(world_size)]
     simulate(schedules, memories)
-    wanted = declared(order, world_size, n_elements)
+    wanted = declared(order, world_size, n_elements, unit)
     for rank, memory in enumerate(memories):
         for i, (got, want) in enumerate(zip(memory[DATA], wanted, strict=True)):
             if got != want:

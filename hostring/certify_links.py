@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from . import bootstrap
+from .bench.truth import rounded
 from .certify import NotCertified
 from .comm import Comm, contract, neighbours
 from .config import Config
-from .dtypes import BY_NAME
+from .dtypes import unit_of
 from .fold import Expression, expression
 from .schedule import split_evenly
 from .store import MemoryStore
@@ -28,10 +29,10 @@ def contributions(world_size: int, n_elements: int) -> Floats:
     return (random.standard_normal((world_size, n_elements)) * magnitudes).astype(np.float32)
 
 
-def numpy_fold(rows: Floats, order: str) -> Floats:
+def numpy_fold(rows: Floats, order: str, unit: int = 1) -> Floats:
     """The declared fold of `rows`, shape (world_size, n_elements), written down with numpy alone. Shape (n_elements,)."""
     result = np.empty(rows.shape[1], np.float32)
-    for chunk, (a, b) in enumerate(split_evenly(rows.shape[1], len(rows))):
+    for chunk, (a, b) in enumerate(split_evenly(rows.shape[1], len(rows), unit)):
         result[a:b] = _evaluate(expression(order, [row[a:b] for row in rows], chunk + 1))
     return result
 
@@ -99,7 +100,7 @@ def _compare(comm: Comm, n_elements: int) -> str:
     """One all-reduce. Returns what is wrong with the result, empty when nothing is."""
     rows = contributions(comm.world_size, n_elements)
     got: Floats = comm.all_reduce(rows[comm.rank].copy())
-    want = numpy_fold(rows.astype(BY_NAME[comm.wire]).astype(np.float32), comm.order)
+    want = numpy_fold(np.stack([rounded(row, comm.wire) for row in rows]), comm.order, unit_of(comm.wire))
     wrong = np.flatnonzero(got.view(np.uint32) != want.view(np.uint32))
     if not wrong.size:
         return ""

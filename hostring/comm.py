@@ -16,16 +16,15 @@ from . import bootstrap
 from .agreement import agree
 from .caller import NOTHING, Caller, check_out, check_tag
 from .counters import STAGE
-from .dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, Array, DType, carrier, check_op, wire_dtype
+from .dtypes import BFLOAT16, BLOCK, BY_NAME, FLOAT16, FLOAT32, MXINT8, WIRES, Array, DType, carrier, check_op, nbytes_of, wire_dtype
 from .errors import CollectiveMismatch, HostringError
 from .fold import divide
 from .outgoing import Buffers
 from .rules import read_rules
-from .schedule import Schedule, split_evenly
+from .schedule import Schedule, offsets, split_evenly
 from .staging import ADAPTERS, adapter_for
 from .topologies import TOPOLOGIES
 
-WIRES: Final = ("float32", "bfloat16")
 _DECISION_ROUND: Final = 1 << 20  # the rounds of a decision's second half, apart from those of its first
 
 
@@ -102,7 +101,7 @@ class Comm(Caller):
             if whole is not None:
                 self._run(whole, Buffers(view.view(carrier(dtype)), NOTHING), timeout, started)
                 return self._finish_in_place(view, x, op)
-        data, raw = self._stage(adapter, x, view, own, in_place=True)
+        data, raw = self._stage(adapter, x, view, wire, own, in_place=True)
         program = self._planner.all_reduce(n_elements, wire, op, None if raw is None else own)
         if (direct := program.direct) is not None:
             staged = perf_counter()
@@ -183,8 +182,8 @@ class Comm(Caller):
             return self._alone("reduce", x)
         view = adapter.view(x)
         dtype = adapter.dtype(x)
-        own = self._travels_as(dtype)
-        data, raw = self._stage(adapter, x, view, own)
+        wire, own = wire_dtype(dtype), self._travels_as(dtype)
+        data, raw = self._stage(adapter, x, view, wire, own)
         program = self._planner.reduction("reduce", data.size, data.dtype, op, None if raw is None else own, root)
         self._run(program, Buffers(data, NOTHING, raw), timeout, started)
         if self.rank != root:
@@ -221,8 +220,10 @@ class Comm(Caller):
         view, dtype = adapter.view(x), adapter.dtype(x)
         wire, own = wire_dtype(dtype), self._travels_as(dtype)
         width = math.prod(x.shape[1:])
-        data, raw = self._stage(adapter, x, view, own if self.world_size > 1 else dtype)
+        data, raw = self._stage(adapter, x, view, wire, own if self.world_size > 1 else dtype)
         counts = tuple(r * width for r in rows)
+        if _parts_blocks(own, counts):
+            raw = None
         check_out("reduce_scatter", out, counts[self.rank], dtype)
         result = np.empty(counts[self.rank], wire)
         if self.world_size == 1:
@@ -589,7 +590,7 @@ class Comm(Caller):
         wire, n = wire_dtype(own), self.world_size
         if collective == "all_reduce":
             raw, result = self._travels_as(own), own if own in (FLOAT16, BFLOAT16) and self.wire == "float32" else wire
-            return _payload(self._planner.all_reduce_schedule(n_elements, wire.itemsize), raw, wire, result)
+            return _payload(self._planner.all_reduce_schedule(n_elements, wire), raw, wire, result)
         shares = (n_elements,) * n
         parts = tuple(stop - start for start, stop in split_evenly(n_elements, n))
         steps: dict[str, list[tuple[str, Any]]] = {
@@ -608,14 +609,20 @@ class Comm(Caller):
         moved = own
         if collective.startswith("reduce"):
             moved, own = wire, self._travels_as(own)
+            if collective == "reduce_scatter" and _parts_blocks(own, parts):
+                own = wire
         schedules = (self._planner.schedule(name, n_elements, detail, moved) for name, detail in steps[collective])
         return sum(_payload(schedule, own, moved, moved) for schedule in schedules)
 
 
 def _payload(schedule: Schedule, raw: DType, wire: DType, result: DType) -> int:
-    results = schedule.sent_results()
-    sums = schedule.sent_elements(raw=False) - results
-    return schedule.sent_elements(raw=True) * raw.itemsize + results * result.itemsize + sums * wire.itemsize
+    sends = (send for round_ in schedule.rounds for send in round_.sends)
+    return sum(nbytes_of(len(s.what), raw if s.raw else result if s.result else wire) for s in sends)
+
+
+def _parts_blocks(own: DType, counts: Sequence[int]) -> bool:
+    """Whether chunks of `counts` elements begin inside of the blocks that `own` consists of: such contributions travel as float32."""
+    return own == MXINT8 and any(start % BLOCK for start, stop in offsets(counts) if start < stop)
 
 
 def contract(topology: str, order: str, wire: str = "float32") -> dict[str, Any]:

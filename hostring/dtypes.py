@@ -35,6 +35,14 @@ FLOAT32: Final = np.dtype(np.float32)
 FLOAT16: Final = BY_NAME["float16"]
 BFLOAT16: Final = BY_NAME["bfloat16"]
 
+BLOCK: Final = 32
+# A payload's byte, in which 8-bit blocks travel: see `blocks`. No array's dtype, and so in no table above.
+MXINT8: Final = np.dtype([("mxint8", np.uint8)])
+PAYLOADS: Final[dict[int, DType]] = {**dict(enumerate(DTYPES)), 128: MXINT8}
+PAYLOAD_CODES: Final[dict[DType, int]] = {dtype: code for code, dtype in PAYLOADS.items()}
+WIRES: Final[dict[str, DType]] = {"float32": FLOAT32, "bfloat16": BFLOAT16, "mxint8": MXINT8}
+"""What a group may round float32 contributions to."""
+
 # Looked up by value: a copy of a dtype, such as `newbyteorder` makes, says that it is not built in.
 _CARRIERS: Final = {dtype: dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}") for dtype in DTYPES}
 
@@ -66,6 +74,16 @@ def carrier(dtype: DType) -> DType:
     """A dtype of the same width whose arrays are buffers: numpy can't lend ml_dtypes' arrays to a socket."""
     found = _CARRIERS.get(dtype)
     return carrier(BY_NAME[name_of(dtype)]) if found is None else found
+
+
+def unit_of(wire: str) -> int:
+    """Elements of a float32 contribution that are rounded together, and must stay together."""
+    return BLOCK if WIRES[wire] == MXINT8 else 1
+
+
+def nbytes_of(n_elements: int, payload: DType) -> int:
+    """Bytes that a payload of `n_elements` takes."""
+    return n_elements + -(-n_elements // BLOCK) if payload == MXINT8 else n_elements * payload.itemsize
 
 
 def kind_code(dtype: DType) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from .casting import bound_cast, cast
-from .dtypes import CODES, DTYPES, NAMES, Array, DType, kind_code
+from .dtypes import CODES, FLOAT32, MXINT8, NAMES, PAYLOADS, Array, DType, kind_code, nbytes_of, wire_dtype
 from .errors import CollectiveMismatch, ProtocolError
 from .link import Buffer, Link
 from .outgoing import Buffers, Spot
@@ -91,15 +91,15 @@ class Incoming:
 
     def payload_dtype(self) -> DType:
         """What the message is expected to bring, or has brought."""
-        return DTYPES[self.header[EXPECTED_BYTES]]
+        return PAYLOADS[self.header[EXPECTED_BYTES]]
 
     def _expect(self, payload: DType) -> None:
         """Lay out where header and payload land, for a payload of dtype `payload`."""
-        self._size = HEADER_BYTES + self.n_elements * payload.itemsize
+        self._size = HEADER_BYTES + nbytes_of(self.n_elements, payload)
         self._view: memoryview | None = None
         self.side = None
         if payload != self.dtype:
-            self._frame, self._at = self.program.side(self._place, self.n_elements, payload.itemsize)
+            self._frame, self._at = self.program.side(self._place, self.n_elements, payload)
             self._view = self.side = memoryview(self._frame)[self._at : self._at + self._size]
         elif self._home is not None:
             self._frame, self._at = self._home
@@ -172,8 +172,8 @@ class Incoming:
             sides = f"this rank calls {ours.describe_call()}; rank {self.peer} calls {theirs.describe_call()}"
             differs = ours.differs_from(theirs)
             raise CollectiveMismatch(f"{sides}; they differ in: {differs}" if differs else sides, self.peer)
-        payload = DTYPES[theirs.payload_dtype] if theirs.payload_dtype < len(DTYPES) else None
-        if payload is None or theirs.payload_nbytes != self.n_elements * payload.itemsize or kind_code(payload) != kind_code(self.dtype):
+        payload = PAYLOADS.get(theirs.payload_dtype)
+        if payload is None or theirs.payload_nbytes != nbytes_of(self.n_elements, payload) or not self._takes(payload):
             mine = NAMES[CODES[self.dtype]]
             raise CollectiveMismatch(
                 f"rank {self.peer} sent {theirs.describe()}; this rank can't take that as {self.n_elements} of {mine}", self.peer
@@ -185,6 +185,12 @@ class Incoming:
         self.header = self.program.own_header(bytearray(start))
         self._expect(payload)
         self._take_over(received)
+
+    def _takes(self, payload: DType) -> bool:
+        """Whether what this program folds or moves can be had from `payload`."""
+        if payload == MXINT8:
+            return self.program.call.op is not None and wire_dtype(self.dtype) == FLOAT32
+        return kind_code(payload) == kind_code(self.dtype)
 
     def _payload_so_far(self) -> bytes:
         if self._view is not None:
@@ -214,7 +220,8 @@ class Incoming:
     def side_array(self) -> Array:
         """The payload of another dtype, where it landed."""
         assert self.side is not None
-        return np.frombuffer(self.side, self.payload_dtype(), self.n_elements, HEADER_BYTES)
+        payload = self.payload_dtype()
+        return np.frombuffer(self.side, payload, nbytes_of(self.n_elements, payload) // payload.itemsize, HEADER_BYTES)
 
     def bound_convert(self) -> Callable[[], Any] | None:
         """`convert` for a target in scratch, bound once and for all; None where nothing has to be converted."""

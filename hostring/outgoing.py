@@ -21,7 +21,7 @@ NARROW: Final = (FLOAT16, BFLOAT16)
 
 @dataclass
 class Buffers:
-    """What the caller brings to one run: flat host arrays in the program's (carrier) dtype, and raw 16-bit contributions."""
+    """What the caller brings to one run: flat host arrays in the program's (carrier) dtype, and contributions in fewer bits."""
 
     data: Array
     out: Array
@@ -82,13 +82,16 @@ class Message:
 
     Attributes:
         origin: where it came from, when it is only passed on: another rank's dtype is kept.
+        elements, scales: where a raw contribution lies in what the caller brings; scales only where it consists of blocks.
         result, asker: when it is a result for one rank, and that rank's contribution, whose dtype says what it will round to.
     """
 
-    __slots__ = ("asker", "header", "is_raw", "origin", "result", "spot")
+    __slots__ = ("asker", "elements", "header", "is_raw", "origin", "result", "scales", "spot")
 
     def __init__(self, header: bytearray, spot: Spot, is_raw: bool, origin: Incoming | None) -> None:
         self.header, self.spot, self.is_raw, self.origin = header, spot, is_raw, origin
+        self.elements = slice(spot.start, spot.stop)
+        self.scales: slice | None = None
         self.result: Result | None = None
         self.asker: Incoming | None = None
 
@@ -104,7 +107,7 @@ class Message:
             return payload_nbytes(self.origin.header)
         return (self.spot.stop - self.spot.start) * 2 if self.rounded_to is not None else payload_nbytes(self.header)
 
-    def buffers(self, b: Buffers) -> tuple[Any, Any]:
+    def buffers(self, b: Buffers) -> tuple[Any, ...]:
         if self.result is not None and (dtype := self.rounded_to) is not None:
             rounded, program = self.result.rounded(dtype, b), self.result.program
             return program.own_header(self.header[:EXPECTED_BYTES] + payload_fields(CODES[dtype], rounded.nbytes)), rounded
@@ -112,7 +115,10 @@ class Message:
             return self._passed_on(self.origin), self.origin.side[HEADER_BYTES:]
         if self.is_raw:
             assert b.raw is not None
-            return self.header, b.raw if self.spot.whole else b.raw[self.spot.start : self.spot.stop]
+            if self.spot.whole:
+                return self.header, b.raw
+            pieces = self.header, b.raw[self.elements]
+            return pieces if self.scales is None else (*pieces, b.raw[self.scales])
         return self.header, self.spot.buffer(b)
 
     def _passed_on(self, origin: Incoming) -> bytearray:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from .counters import Counters
-from .dtypes import CODES, FLOAT32, Array, DType, kind_code, wire_dtype
+from .dtypes import CODES, FLOAT32, Array, DType, kind_code, unit_of, wire_dtype
 from .fold import fold_functions, narrow_sum
 from .incoming import Pipe, Sides
 from .program import Program, scratch_layout
@@ -34,11 +34,14 @@ class Planner:
 
     Scratch is one block, as large as the largest program kept needs; when it grows, the programs over the old block go. So is
     the block for payloads of another dtype.
+
+    Args:
+        wire: what float32 contributions are rounded to.
     """
 
     def __init__(
         self, rank: int, world_size: int, tuner: Tuner, order: str, epoch: int, pipes: Mapping[int, Pipe], counters: Counters,
-        round_results: bool,
+        wire: str,
     ) -> None:  # fmt: skip
         self._place = Place(rank, world_size, tuner.topology.next_hop)
         self._tuner, self._order, self._epoch, self._pipes, self._counters = tuner, order, epoch, pipes, counters
@@ -47,7 +50,8 @@ class Planner:
         self._wide: set[Any] = set()  # of the same keys: what can't be narrow
         self._scratch = bytearray()
         self._sides = Sides()
-        self._results = Sides() if round_results else None
+        self._results = Sides() if wire == "float32" else None
+        self._unit = unit_of(wire)
         self._room = np.empty(0, np.uint8)
         self._rooms: dict[tuple[int, DType, int], Array] = {}  # the same array object for the same size: adapters remember it
 
@@ -73,7 +77,7 @@ class Planner:
     def _all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None) -> Program:
         wire = wire_dtype(dtype)
         choice = self._tuner.all_reduce(n_elements, wire.itemsize)
-        schedule = self._build(choice, n_elements, wire.itemsize)
+        schedule = self._build(choice, n_elements, wire)
         call = Call("all_reduce", op, CODES[wire], self._order, n_elements, schedule=choice.code, epoch=self._epoch)
         return self._bind(schedule, call, dtype, raw)
 
@@ -89,7 +93,7 @@ class Planner:
         known = self.programs.get(key)
         if known is not None or key in self._wide:
             return known
-        schedule = self.all_reduce_schedule(n_elements, FLOAT32.itemsize)
+        schedule = self.all_reduce_schedule(n_elements, FLOAT32)
         if schedule.sent_elements(raw=False) or not all(recv.raw for round_ in schedule.rounds for recv in round_.recvs):
             self._wide.add(key)
             return None
@@ -123,8 +127,8 @@ class Planner:
     def schedule(self, collective: str, n_elements: int, detail: Any, dtype: DType) -> Schedule:
         """What this rank does in `collective`."""
         choice, order = self._choose(collective, n_elements, detail, dtype), self._order
-        place = choice.topology.place(self._place.rank, self._place.world_size)
-        segment = _folding(choice, collective, n_elements, dtype.itemsize, place.world_size, order)
+        place = self._placed(choice, dtype)
+        segment = _folding(choice, collective, n_elements, dtype.itemsize, place, order)
         moving = _moving(choice, collective, _extent(collective, n_elements, detail), _nominal(dtype), place.world_size)
         builders: dict[str, Callable[[], Schedule]] = {
             "reduce": lambda: collectives.reduce(place, n_elements, order, segment, detail),
@@ -143,13 +147,16 @@ class Planner:
         itemsize = _nominal(dtype)
         return self._tuner.choose(collective, _extent(collective, n_elements, detail) * itemsize, itemsize)
 
-    def _build(self, choice: Choice, n_elements: int, itemsize: int) -> Schedule:
-        place = choice.topology.place(self._place.rank, self._place.world_size)
-        segment = _folding(choice, "all_reduce", n_elements, itemsize, place.world_size, self._order)
+    def _placed(self, choice: Choice, dtype: DType) -> Place:
+        return choice.topology.place(self._place.rank, self._place.world_size, self._unit if dtype == FLOAT32 else 1)
+
+    def _build(self, choice: Choice, n_elements: int, wire: DType) -> Schedule:
+        place = self._placed(choice, wire)
+        segment = _folding(choice, "all_reduce", n_elements, wire.itemsize, place, self._order)
         return choice.topology.variants[choice.variant].build(place, n_elements, self._order, segment)
 
-    def all_reduce_schedule(self, n_elements: int, itemsize: int) -> Schedule:
-        return self._build(self._tuner.all_reduce(n_elements, itemsize), n_elements, itemsize)
+    def all_reduce_schedule(self, n_elements: int, wire: DType) -> Schedule:
+        return self._build(self._tuner.all_reduce(n_elements, wire.itemsize), n_elements, wire)
 
     def _cached(self, key: Any, make: Callable[[], Program]) -> Program:
         return self.programs.get(key) or self._keep(key, make)
@@ -205,19 +212,19 @@ def _longest_way(topology: str, world_size: int) -> int:
     return max((len(place.path(src, dst)) - 1 for src in range(world_size) for dst in range(world_size)), default=0)
 
 
-def _folding(choice: Choice, collective: str, n_elements: int, itemsize: int, world_size: int, order: str) -> int:
+def _folding(choice: Choice, collective: str, n_elements: int, itemsize: int, place: Place, order: str) -> int:
     """Segments for data that is folded: shorter than chosen where the contributions of all ranks lie at one rank in slots.
 
     Above 1 MB those take about as much as the buffer, and half as much again for 16-bit payloads on their way into it. From
     what all ranks know, so that they cut alike.
     """
-    nbytes = n_elements * itemsize
-    if nbytes <= _SMALL_NBYTES or choice.variant not in _IN_SLOTS:
-        return choice.segment
-    hops = _longest_way(choice.topology.name, world_size)
-    parts = world_size if order == "ring" or (collective == "reduce_scatter" and hops > 1) else 1
-    slot = nbytes // (parts * (world_size - 1) * (hops + 1))
-    return min(choice.segment, max(slot, _LEAST_SLOT_NBYTES) // itemsize)
+    nbytes, segment = n_elements * itemsize, choice.segment
+    if nbytes > _SMALL_NBYTES and choice.variant in _IN_SLOTS:
+        hops = _longest_way(choice.topology.name, place.world_size)
+        parts = place.world_size if order == "ring" or (collective == "reduce_scatter" and hops > 1) else 1
+        slot = nbytes // (parts * (place.world_size - 1) * (hops + 1))
+        segment = min(segment, max(slot, _LEAST_SLOT_NBYTES) // itemsize)
+    return max(segment - segment % place.unit, place.unit)
 
 
 def _moving(choice: Choice, collective: str, n_elements: int, itemsize: int, world_size: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .casting import bound_cast, cast
-from .dtypes import BFLOAT16, CODES, DTYPES, FLOAT32, Array, DType, carrier
+from .dtypes import BFLOAT16, BLOCK, DTYPES, FLOAT32, MXINT8, PAYLOAD_CODES, Array, DType, carrier, nbytes_of
 from .fold import Expression, Fold2, fold_functions, narrow_sum
 from .incoming import Incoming, Pipe, SidePlace, Sides
 from .outgoing import ALIGN, NARROW, Message, Result, Spot
@@ -114,7 +114,7 @@ class Program:
         self._sides_at: dict[SidePlace, tuple[int, int]] = {}
         self._results, self._results_nbytes = results, 0
         if raw_dtype is not None:
-            self._lay_out_sides(raw_dtype.itemsize, lambda recv: self._travels_as(recv) != dtype)
+            self._lay_out_sides(raw_dtype, lambda recv: self._travels_as(recv) != dtype)
         self._contributions: dict[int, Incoming] = {}
         self._shared: dict[bytes, bytearray] = {}
         self._origins: dict[Range, Incoming] = {}
@@ -168,19 +168,19 @@ class Program:
             SEQ.pack_into(header, SEQ_OFFSET, self.seq)
         return shared
 
-    def side(self, place: SidePlace, n_elements: int, itemsize: int) -> tuple[bytearray, int]:
-        """Where a payload of another `itemsize` lands, header first: a block and an offset."""
-        if self._sides_at.get(place, (0, 0))[1] < HEADER_BYTES + n_elements * itemsize:
-            self._lay_out_sides(itemsize, lambda recv: True)
+    def side(self, place: SidePlace, n_elements: int, payload: DType) -> tuple[bytearray, int]:
+        """Where a `payload` of another dtype lands, header first: memory and an offset."""
+        if self._sides_at.get(place, (0, 0))[1] < HEADER_BYTES + nbytes_of(n_elements, payload):
+            self._lay_out_sides(payload, lambda recv: True)
             self._sides.reserve(self._sides_nbytes, 2)
         return self._sides.reserve(self._sides_nbytes), self._sides_at[place][0]
 
-    def _lay_out_sides(self, itemsize: int, wanted: Callable[[Recv], bool]) -> None:
+    def _lay_out_sides(self, payload: DType, wanted: Callable[[Recv], bool]) -> None:
         sizes: dict[SidePlace, int] = {}
         for round_ in self._schedule.rounds:
             for recv, place in zip(round_.recvs, _places(round_), strict=True):
                 if wanted(recv):
-                    sizes[place] = max(sizes.get(place, 0), HEADER_BYTES + len(recv.into) * itemsize)
+                    sizes[place] = max(sizes.get(place, 0), HEADER_BYTES + nbytes_of(len(recv.into), payload))
         for place, size in sizes.items():
             self._sides_at[place] = self._sides_nbytes, size
             self._sides_nbytes += -(-size // ALIGN) * ALIGN
@@ -206,7 +206,7 @@ class Program:
         return Spot(fixed, False, r.start, r.stop, False)
 
     def _header(self, k: int, part: int, n_elements: int, payload: DType) -> bytearray:
-        return self.own_header(self.call.header(k + self._first_round, part, CODES[payload], n_elements * payload.itemsize))
+        return self.own_header(self.call.header(k + self._first_round, part, PAYLOAD_CODES[payload], nbytes_of(n_elements, payload)))
 
     def _travels_as(self, recv: Recv) -> DType:
         """What `recv` brings, if the others bring what this rank brings."""
@@ -246,7 +246,10 @@ class Program:
         origin = self._origins.get(send.what)
         raw = self._raw_dtype if send.raw and send.what.buffer == DATA else None
         payload = self.dtype if raw is None else raw
-        return Message(self._header(k, part, len(send.what), payload), self._spot(send.what), raw is not None, origin)
+        message = Message(self._header(k, part, len(send.what), payload), self._spot(send.what), raw is not None, origin)
+        if payload == MXINT8:
+            message.scales = slice(*(self._schedule.data - (-at // BLOCK) for at in (send.what.start, send.what.stop)))
+        return message
 
     def _result(self, what: Range, before: Mapping[Range, Result]) -> Result:
         at = sum(Result.nbytes(len(r)) for r in before)

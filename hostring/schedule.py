@@ -94,10 +94,6 @@ class Schedule:
         """Elements that this rank sends in all, or only the raw (or not raw) ones."""
         return sum(len(s.what) for r in self.rounds for s in r.sends if raw is None or s.raw == raw)
 
-    def sent_results(self) -> int:
-        """Elements that this rank sends as results, each to the one rank that wants them."""
-        return sum(len(s.what) for r in self.rounds for s in r.sends if s.result)
-
 
 class Builder:
     """Collects the sends, receives and folds of one rank by round number, and measures the scratch they name."""
@@ -130,10 +126,10 @@ class Builder:
         return Schedule(tuple(rounds), data, out, self._scratch)
 
 
-def split_evenly(n_elements: int, parts: int) -> list[tuple[int, int]]:
-    """Boundaries of `parts` consecutive pieces whose lengths differ by at most one. Pieces may be empty."""
-    base, extra = divmod(n_elements, parts)
-    return list(pairwise(i * base + min(i, extra) for i in range(parts + 1)))
+def split_evenly(n_elements: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
+    """Boundaries of `parts` consecutive pieces whose lengths differ by at most one `unit` of elements. Pieces may be empty."""
+    base, extra = divmod(-(-n_elements // unit), parts)
+    return list(pairwise(min((i * base + min(i, extra)) * unit, n_elements) for i in range(parts + 1)))
 
 
 def segments(start: int, stop: int, length: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from .dtypes import NAMES, OPS, kind_name
+from .dtypes import MXINT8, NAMES, OPS, PAYLOADS, kind_name
 from .fold import ORDERS
 
 VERSION: Final = 1
@@ -138,6 +138,8 @@ class Header:
         return f"{self.describe_call()}, schedule {self.schedule}, epoch {self.epoch}, {message}"
 
     def dtype_name(self) -> str:
+        if PAYLOADS.get(self.payload_dtype) == MXINT8:
+            return "mxint8"
         return NAMES[self.payload_dtype] if self.payload_dtype < len(NAMES) else f"dtype code {self.payload_dtype}"
 
 

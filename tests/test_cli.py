@@ -92,7 +92,7 @@ def test_certify_fails_on_a_schedule_that_folds_otherwise_than_declared(monkeypa
 
 
 def test_certify_fails_on_other_bits_on_real_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certify_links, "numpy_fold", lambda rows, order: rows[::-1].sum(0, dtype="f8").astype("f4"))
+    monkeypatch.setattr(certify_links, "numpy_fold", lambda rows, order, unit: rows[::-1].sum(0, dtype="f8").astype("f4"))
     with pytest.raises(NotCertified, match=r"mesh/one_shot, order rank, 3 ranks over tcp: rank \d: other bits in \d+ of 1000 elements"):
         certify_links.certify_on_links("mesh", "one_shot", "rank", 3, [1000], 8)
 

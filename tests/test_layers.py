@@ -17,7 +17,7 @@ except ModuleNotFoundError:  # Python 3.10
 
 ROOT = Path(__file__).parent.parent
 LEAVES = {"errors", "link", "wire", "dtypes", "fold", "schedule", "work", "config"}
-UNDER_LEAVES = {"addresses", "launchers", "casting", "message", "network"}  # as bare as leaves: they may be imported by them
+UNDER_LEAVES = {"addresses", "launchers", "blocks", "casting", "message", "network"}  # as bare as leaves: they may be imported by them
 ON_LEAVES = {"certify", "price"}
 TEXT = {"transports": ROOT / "transports", "integrations": ROOT / "integrations"}
 

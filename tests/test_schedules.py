@@ -226,7 +226,7 @@ def test_a_message_over_a_link_that_is_not_there_is_not_certified(monkeypatch):
     monkeypatch.setitem(TOPOLOGIES["ring"].variants, "chain", TOPOLOGIES["mesh"].variants["two_shot"])
     place = TOPOLOGIES["ring"].place
     mesh = TOPOLOGIES["mesh"].place
-    monkeypatch.setattr(type(TOPOLOGIES["ring"]), "place", lambda self, rank, n: mesh(rank, n) if self.name == "ring" else place(rank, n))
+    monkeypatch.setattr(type(TOPOLOGIES["ring"]), "place", lambda self, *at: mesh(*at) if self.name == "ring" else place(*at))
     with pytest.raises(NotCertified, match="no link"):
         certify_all_reduce("ring", "chain", "rank", 5, 10, SEGMENT)
 

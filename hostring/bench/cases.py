@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hostring.bench.truth import Array, contribution, even, folded, rounded
+from hostring.bench.truth import BLOCK, Array, contribution, even, folded, rounded
 
 BUS_FACTORS: Final[dict[str, Callable[[int], float]]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -75,8 +75,10 @@ class Case:
             if self.collective == "reduce" and rank != root:
                 return self.input(rank, seed)
             rows = [rounded(self.input(r, seed), wire) for r in range(n)]
-            whole = folded(rows, self.op, self.order, parts)
-            return whole[slice(*parts[rank])] if self.collective == "reduce_scatter" else whole
+            if self.collective == "reduce_scatter":
+                return folded(rows, self.op, self.order, parts)[slice(*parts[rank])]
+            in_blocks = wire == "mxint8" and self.dtype.kind not in "biuc" and self.dtype.itemsize <= 4
+            return folded(rows, self.op, self.order, even(self.n_elements, n, BLOCK if in_blocks else 1))
         if self.collective == "broadcast":
             return self.input(root, seed)
         if self.collective == "send_recv":

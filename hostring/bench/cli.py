@@ -29,7 +29,7 @@ def bench(
     order: Annotated[str, typer.Option(help="Fold order: rank, ring or tree.")] = "rank",
     dtype: Annotated[str, typer.Option(help="One or more dtypes.")] = "float32",
     op: Annotated[str, typer.Option(help="One or more of sum, avg, min, max, prod, band, bor, bxor.")] = "sum",
-    wire: Annotated[str, typer.Option(help="One or more, side by side: float32, bfloat16.")] = "float32",
+    wire: Annotated[str, typer.Option(help="One or more, side by side: float32, bfloat16, mxint8.")] = "float32",
     transport: Annotated[str, typer.Option(help="One or more, side by side: auto, tcp, unix, shm.")] = "auto",
     array: Annotated[str, typer.Option(help="What hostring gets: numpy or torch.")] = "numpy",
     peers: Annotated[str, typer.Option(help="Measure in the same rounds: gloo.")] = "",
@@ -189,13 +189,13 @@ def _check(options: dict[str, Any]) -> None:
     Raises:
         ValueError: names the option and what is possible.
     """
-    from hostring.comm import WIRES
+    from hostring.dtypes import WIRES
     from hostring.rules import read_rules
 
     _plan(options)
     for name in options["topology"].split(","):
         read_rules(_rule(name.strip()), options["order"])
-    _names(options["wire"], WIRES, "--wire")
+    _names(options["wire"], tuple(WIRES), "--wire")
     if options["array"] not in ("numpy", "torch"):
         raise ValueError(f"--array {options['array']!r}: use numpy or torch")
     if options["peers"]:

@@ -14,6 +14,7 @@ Array = Any
 DTYPES = (
     "float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool", "complex64", "complex128",
 )  # fmt: skip
+BLOCK = 32  # elements that share a scale on the wire mxint8
 OPS: dict[str, Any] = {
     "sum": np.add,
     "avg": np.add,
@@ -60,7 +61,21 @@ def _floats(mixed: Array) -> Array:
 
 def rounded(row: Array, wire: str) -> Array:
     """A contribution as it is folded: float32 is rounded to a narrower wire."""
-    return row.astype(dtype_of(wire)).astype(row.dtype) if row.dtype == np.float32 else row
+    if row.dtype != np.float32 or wire == "float32":
+        return row
+    return _in_blocks(row) if wire == "mxint8" else row.astype(dtype_of(wire)).astype(row.dtype)
+
+
+@np.errstate(all="ignore")
+def _in_blocks(row: Array) -> Array:
+    """MXINT8 in float64: of 32 numbers in turn the largest has an exponent, and all are rounded to 64ths of that power of two."""
+    blocks = np.zeros(-(-row.size // BLOCK) * BLOCK)
+    blocks[: row.size] = row
+    blocks = blocks.reshape(-1, BLOCK)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    step = np.ldexp(1.0, np.maximum(np.frexp(largest)[1] - 1, -127) - 6)
+    near = np.clip(np.rint(blocks / step), -127, 127) * step + 0.0  # no negative zero
+    return np.where(np.isfinite(largest), near, np.nan).reshape(-1)[: row.size].astype(np.float32)
 
 
 def folded(rows: Sequence[Array], op: str, order: str, parts: Sequence[tuple[int, int]] | None = None) -> Array:
@@ -111,10 +126,10 @@ def _tree(rows: Sequence[Array], ufunc: Callable[..., Array]) -> Array:
     return ufunc(_tree(rows[:half], ufunc), _tree(rows[half:], ufunc))
 
 
-def even(n_elements: int, parts: int) -> list[tuple[int, int]]:
-    """Consecutive parts whose lengths differ by one at most, the longer ones first."""
-    ends = np.cumsum([0, *(len(part) for part in np.array_split(np.empty(n_elements, np.bool_), parts))])
-    return [(int(a), int(b)) for a, b in pairwise(ends)]
+def even(n_elements: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
+    """Consecutive parts of whole units, but for the end, whose lengths differ by one at most, the longer ones first."""
+    ends = np.cumsum([0, *(len(part) for part in np.array_split(np.empty(-(-n_elements // unit), np.bool_), parts))])
+    return [(min(int(a) * unit, n_elements), min(int(b) * unit, n_elements)) for a, b in pairwise(ends)]
 
 
 def count_wrong(got: Array, expected: Array, exact: bool, world_size: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,9 +19,9 @@ def add(app: typer.Typer) -> None:
     app.command()(certify)
 
 
-def sizes(world_size: int) -> list[int]:
+def sizes(world_size: int, segment: int = SEGMENT) -> list[int]:
     """Numbers of elements to try: none, fewer than ranks, odd ones, and around the borders of segments and chunks."""
-    borders = (SEGMENT, 2 * SEGMENT, world_size * SEGMENT)
+    borders = (segment, 2 * segment, world_size * segment)
     return sorted({0, 1, 2, 3, *(border + d for border in borders for d in (-1, 0, 1))})
 
 
@@ -31,6 +30,7 @@ class Line:
     """What was shown of one topology, variant and order, over all world sizes.
 
     Attributes:
+        wire: what the group declares.
         certificates: by world size, of a buffer that divides evenly and is one segment: they hold the plain costs.
         elements: proven, on all ranks together. on_links: results compared.
     """
@@ -38,6 +38,7 @@ class Line:
     topology: str
     variant: str
     order: str
+    wire: str = "float32"
     certificates: list[Certificate] = field(default_factory=list)
     elements: int = 0
     on_links: int = 0
@@ -46,24 +47,34 @@ class Line:
         """On symbols."""
         from hostring.certify import certify_all_reduce
 
-        whole = world_size * SEGMENT
-        for n_elements, segment in [*((n, SEGMENT) for n in sizes(world_size)), (whole, whole)]:
-            shown = certify_all_reduce(self.topology, self.variant, self.order, world_size, n_elements, segment)
+        short, whole = self._segment, world_size * self._segment
+        for n_elements, segment in [*((n, short) for n in sizes(world_size, short)), (whole, whole)]:
+            shown = certify_all_reduce(self.topology, self.variant, self.order, world_size, n_elements, segment, self._unit)
             self.elements += world_size * n_elements
         self.certificates.append(shown)
 
-    def compare(self, world_size: int, wire: str) -> None:
+    def compare(self, world_size: int) -> None:
         """On links."""
         from hostring.certify_links import certify_on_links
 
-        of_this = (self.topology, self.variant, self.order, world_size, sizes(world_size), SEGMENT)
-        self.on_links += certify_on_links(*of_this, wire=wire)
+        of_this = (self.topology, self.variant, self.order, world_size, sizes(world_size, self._segment), self._segment)
+        self.on_links += certify_on_links(*of_this, wire=self.wire)
+
+    @property
+    def _unit(self) -> int:
+        from hostring.dtypes import unit_of
+
+        return unit_of(self.wire)
+
+    @property
+    def _segment(self) -> int:
+        return max(SEGMENT, self._unit)
 
 
 def certify(
     max_ranks: Annotated[int, typer.Option(min=2, help="Try every number of ranks from 2 to this.")] = 8,
     links: Annotated[bool, typer.Option(help="Run the same on loopback TCP and compare bits.")] = True,
-    wire: Annotated[str, typer.Option(help="On links: float32, or bfloat16, to which contributions are then rounded.")] = "float32",
+    wire: Annotated[str, typer.Option(help="float32, or bfloat16 or mxint8, to which contributions are then rounded.")] = "float32",
 ) -> None:
     """Prove in which order every all-reduce folds, then compare bits on real links.
 
@@ -76,10 +87,10 @@ def certify(
     from hostring.comm import contract
 
     contract("auto", "rank", wire)  # refuses a wire that there is not
-    lines = [Line(*names) for names in combinations()]
+    lines = [Line(*names, wire) for names in combinations()]
     steps = [(line.prove, n) for line in lines for n in range(2, max_ranks + 1)]
     if links:
-        steps += [(partial(line.compare, wire=wire), n) for line in lines for n in range(2, max_ranks + 1)]
+        steps += [(line.compare, n) for line in lines for n in range(2, max_ranks + 1)]
     console = Console()
     try:
         for step, world_size in track(steps, "certifying", console=console, transient=True):

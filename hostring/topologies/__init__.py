@@ -33,8 +33,8 @@ class Topology:
     next_hop: NextHop
     variants: dict[str, Variant]
 
-    def place(self, rank: int, world_size: int) -> Place:
-        return Place(rank, world_size, self.next_hop)
+    def place(self, rank: int, world_size: int, unit: int = 1) -> Place:
+        return Place(rank, world_size, self.next_hop, unit)
 
     def variants_for(self, order: str) -> list[str]:
         return [name for name, v in self.variants.items() if order in v.orders]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..schedule import DATA, OUT, Builder, Range, Schedule, offsets, split_evenly
+from ..schedule import DATA, OUT, Builder, Range, Schedule, offsets
 from .graph import Place, Share, Transfer, contribute, move, shares_of
 
 WHOLE = 1 << 62  # a segment length that never splits: data that only moves needs no pipelining on a direct link
@@ -17,9 +17,7 @@ def one_shot(place: Place, n_elements: int, order: str, segment: int) -> Schedul
     """
     build = Builder()
     everyone = range(place.world_size)
-    contribute(
-        place, build, shares_of(n_elements, place.world_size, order, lambda a, b: {r: Range(DATA, a, b) for r in everyone}), order, segment
-    )
+    contribute(place, build, shares_of(place, n_elements, order, lambda a, b: {r: Range(DATA, a, b) for r in everyone}), order, segment)
     return build.schedule(n_elements)
 
 
@@ -35,7 +33,7 @@ def owned(place: Place, n_elements: int, order: str, segment: int, owners: Seque
     shares: list[Share] = []
     for owner, start, stop in owners:
         if order == "ring":  # a part may lie across the chunks that decide where the order starts
-            for c, (a, b) in enumerate(split_evenly(n_elements, n)):
+            for c, (a, b) in enumerate(place.chunks(n_elements)):
                 if max(a, start) < min(b, stop) or (start == stop and c == 0):
                     a, b = max(a, start), max(min(b, stop), max(a, start))
                     shares.append(Share(a, b, {owner: Range(DATA, a, b)}, c + 1))
@@ -53,7 +51,7 @@ def owned(place: Place, n_elements: int, order: str, segment: int, owners: Seque
 def reduce(place: Place, n_elements: int, order: str, segment: int, root: int) -> Schedule:
     """Everybody's contribution goes to `root`, which folds. `DATA` of the others is left as it is."""
     build = Builder()
-    contribute(place, build, shares_of(n_elements, place.world_size, order, lambda a, b: {root: Range(DATA, a, b)}), order, segment)
+    contribute(place, build, shares_of(place, n_elements, order, lambda a, b: {root: Range(DATA, a, b)}), order, segment)
     return build.schedule(n_elements)
 
 

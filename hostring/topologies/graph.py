@@ -19,11 +19,20 @@ NextHop: TypeAlias = Callable[[int, int, int], int]  # (at, dst, world_size) -> 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's view of the group: who it is and how its messages travel."""
+    """One rank's view of the group: who it is and how its messages travel.
+
+    Attributes:
+        unit: elements that stay together: a contribution is cut at multiples of it only.
+    """
 
     rank: int
     world_size: int
     next_hop: NextHop
+    unit: int = 1
+
+    def chunks(self, n_elements: int) -> list[tuple[int, int]]:
+        """Boundaries of each rank's chunk."""
+        return split_evenly(n_elements, self.world_size, self.unit)
 
     def path(self, src: int, dst: int) -> list[int]:
         """The ranks from `src` to `dst`, both included."""
@@ -163,8 +172,8 @@ class _Piece:
         return held
 
 
-def shares_of(n_elements: int, world_size: int, order: str, into: Callable[[int, int], Mapping[int, Range]]) -> list[Share]:
+def shares_of(place: Place, n_elements: int, order: str, into: Callable[[int, int], Mapping[int, Range]]) -> list[Share]:
     """The whole buffer as one share or, for the "ring" order, as one share per chunk, since each starts elsewhere."""
     if order != "ring":
         return [Share(0, n_elements, into(0, n_elements))]
-    return [Share(a, b, into(a, b), c + 1) for c, (a, b) in enumerate(split_evenly(n_elements, world_size))]
+    return [Share(a, b, into(a, b), c + 1) for c, (a, b) in enumerate(place.chunks(n_elements))]

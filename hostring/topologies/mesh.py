@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..schedule import Schedule, split_evenly
+from ..schedule import Schedule
 from .collectives import one_shot as _one_shot
 from .collectives import owned
 from .graph import Place
@@ -23,5 +23,4 @@ def one_shot(place: Place, n_elements: int, order: str, segment: int) -> Schedul
 
 def two_shot(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
     """Each rank owns one chunk: collect it from all, fold it, hand the result to all. 2(N-1)/N·S bytes sent per rank."""
-    chunks = split_evenly(n_elements, place.world_size)
-    return owned(place, n_elements, order, segment, [(r, a, b) for r, (a, b) in enumerate(chunks)])
+    return owned(place, n_elements, order, segment, [(r, a, b) for r, (a, b) in enumerate(place.chunks(n_elements))])

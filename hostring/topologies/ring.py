@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..schedule import DATA, Builder, Range, Schedule, segments, split_evenly
+from ..schedule import DATA, Builder, Range, Schedule, segments
 from .collectives import one_shot
 from .graph import Place
 
@@ -51,7 +51,7 @@ def rotate(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
     build = Builder()
     rank, n = place.rank, place.world_size
     right, left = (rank + 1) % n, (rank - 1) % n
-    chunks = split_evenly(n_elements, n)
+    chunks = place.chunks(n_elements)
     pieces = max(1, -(-(chunks[0][1] - chunks[0][0]) // segment))
     for k in range(2 * (n - 1)):
         reducing = k < n - 1
