@@ -35,12 +35,13 @@ class Switch:
         n: how many.
         mbit: rate of each host's interface, both ways; None for no limit.
         queue_ms: how much may wait for an interface; what comes then is dropped, and sent again by TCP.
+        burst: bytes that may go at once, at least. From 70000 on the kernel need not take packets apart to keep a rate.
     """
 
     interface = "eth0"
 
-    def __init__(self, n: int, mbit: Sequence[float | None] | None = None, queue_ms: float = 20.0) -> None:
-        self.n, self._mbit, self._queue_ms = n, list(mbit or [None] * n), queue_ms
+    def __init__(self, n: int, mbit: Sequence[float | None] | None = None, queue_ms: float = 20.0, burst: int = 0) -> None:
+        self.n, self._mbit, self._queue_ms, self._burst = n, list(mbit or [None] * n), queue_ms, burst
         self._tag = f"hb{os.getpid()}"
 
     def namespace(self, host: int) -> str:
@@ -81,8 +82,9 @@ class Switch:
             _ip("-n", here, "link", "set", "eth0", "up")
             _ip("-n", here, "route", "change", "10.97.0.0/24", "dev", "eth0", "src", self.address(host), "congctl", "cubic")
             if (mbit := self._mbit[host]) is not None:
-                limit(here, "eth0", mbit, self._queue_ms)
-                limit(switch, port, mbit, self._queue_ms, least_burst=32 << 10)  # only where several send to one does it matter
+                limit(here, "eth0", mbit, self._queue_ms, least_burst=self._burst)
+                burst = max(32 << 10, self._burst)  # only where several send to one does it matter
+                limit(switch, port, mbit, self._queue_ms, least_burst=burst)
 
     def close(self) -> None:
         for name in (*(self.namespace(host) for host in range(self.n)), f"{self._tag}-sw"):
@@ -213,10 +215,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", "--ranks", type=int, default=2)
     parser.add_argument("--mbit", type=float, help="rate of each host, both ways; no limit without")
+    parser.add_argument("--burst", type=int, default=0, help="see Switch")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run as one rank on each host")
     options = parser.parse_args()
-    with Switch(options.ranks, [options.mbit] * options.ranks) as hosts:
+    with Switch(options.ranks, [options.mbit] * options.ranks, burst=options.burst) as hosts:
         wait_ranks(start_ranks(hosts, options.command, options.ranks), options.timeout)
 
 

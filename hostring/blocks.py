@@ -17,14 +17,13 @@ from .dtypes import BLOCK, Array
 _PIECE: Final = 1 << 16  # elements that are worked on at once: longer than what numpy adds to each call, short enough for a cache
 _AT_ONCE: Final = 1 << 12  # elements up to which numpy's own reduction finds the largest of each block sooner than long loops do
 _LARGEST: Final = 127
+_MANTISSA_BITS: Final = np.array(23, np.int32)  # an array, because numpy takes longer to make one than to shift a few numbers
 _HUGE: Final = 238 << 23  # 2^111: from here on there is no room for `_MAGIC`, and NaN and infinity are here too
-# Arrays, because numpy takes longer to make one of a number than to work on a block.
-_MANTISSA_BITS: Final = np.array(23, np.int32)
-_EXPONENT: Final = np.array(0x7F800000, np.int32)
-# x + 1.5 * 2^(e + 17) has its last bit at 2^(e - 6): the addition rounds, to nearest even, and leaves 64 / 2^e * x in the lowest byte.
-_MAGIC: Final = np.array((17 << 23) | 0x400000, np.int32)
-_WEIGHTS: Final = np.ldexp(np.ones(256, np.float32), np.arange(256) - 133)
+_SCALES: Final = np.arange(256)
+_WEIGHTS: Final = np.ldexp(1.0, _SCALES - 133).astype(np.float32)
 _WEIGHTS[255] = np.nan
+# x + 1.5 * 2^(e + 17) has its last bit at 2^(e - 6): the addition rounds, to nearest even, and leaves 64 / 2^e * x in the lowest byte.
+_MAGIC: Final = np.where(_SCALES < 238, np.ldexp(1.5, _SCALES - 110), 0).astype(np.float32)
 
 
 def round_to_blocks(values: Array, payload: Array) -> None:
@@ -41,16 +40,15 @@ def round_to_blocks(values: Array, payload: Array) -> None:
 
 def _round_piece(values: Array, elements: Array, scales: Array) -> None:
     n_elements = values.size
-    scratch = np.empty(scales.size * BLOCK, np.float32)
-    scratch[n_elements:] = 0
-    sums = scratch[:n_elements]
+    scratch = sums = np.empty(scales.size * BLOCK, np.float32)
+    if n_elements < scratch.size:
+        scratch[n_elements:] = 0
+        sums = scratch[:n_elements]
     np.abs(values, out=sums)
     largest = _largest(scratch.view(np.int32))
     huge = _take_huge(values, largest) if largest.item(largest.argmax()) >= _HUGE else None
     scales[...] = largest >> _MANTISSA_BITS
-    largest &= _EXPONENT
-    largest += _MAGIC
-    magic = largest.view(np.float32).repeat(BLOCK)[:n_elements]
+    magic = _MAGIC.take(scales).repeat(BLOCK)[:n_elements]
     np.add(values, magic, out=sums)
     np.copyto(elements, sums.view(np.int32), casting="unsafe")
     np.subtract(sums, magic, out=values)
