@@ -42,7 +42,7 @@ def compare(world_size: int, options: argparse.Namespace) -> list[dict[str, Any]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         rates = [options.mbit] * world_size
-        hosts = stack.enter_context(Switch(world_size, rates)) if options.mbit is not None else None
+        hosts = stack.enter_context(Switch(world_size, rates, burst=options.burst)) if options.mbit is not None else None
         tuning, out = str(folder / "tuning.json"), folder / "rows.json"
         common = ["--sizes", options.sizes, "--transport", "tcp", "--pin"]
         if not options.defaults:
@@ -71,6 +71,7 @@ def main() -> int:
     parser.add_argument("--ranks", default="2,3,4")
     parser.add_argument("--sizes", default="64B:16M")
     parser.add_argument("--mbit", type=float, help="between namespaces, at this rate")
+    parser.add_argument("--burst", type=int, default=0, help="see links.Switch")
     parser.add_argument("--defaults", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.05)
