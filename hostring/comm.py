@@ -129,7 +129,8 @@ class Comm(Caller):
         Raises:
             TypeError, ValueError: as `all_reduce`, or these dtypes can't be folded together; nothing was sent.
 
-        The bits are those of `all_reduce` of each; with order="ring", those of one array that holds them one after the other.
+        The bits are those of `all_reduce` of each; with order="ring" or wire="mxint8", those of one array that holds them one
+        after the other.
         Cost: that of one all_reduce of all elements, and two copies of them.
         """
         arrays = list(xs)

@@ -43,7 +43,8 @@ def test_the_bits_are_those_of_a_call_each(run_ranks, world_size, topology, dtyp
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_in_ring_order_chunks_are_those_of_the_joined_array(run_ranks, world_size):
+@pytest.mark.parametrize("options", [{"topology": "ring", "order": "ring"}, {"wire": "mxint8"}, {"wire": "bfloat16"}])
+def test_chunks_and_blocks_are_those_of_the_joined_array(run_ranks, world_size, options):
     def calls(comm):
         xs = contributions(comm.rank, [np.float32] * 5)
         joined = np.concatenate([x.ravel() for x in xs])
@@ -51,7 +52,7 @@ def test_in_ring_order_chunks_are_those_of_the_joined_array(run_ranks, world_siz
         comm.all_reduce(joined)
         return np.concatenate([x.ravel() for x in xs]).tobytes() == joined.tobytes()
 
-    assert all(run_ranks(world_size, calls, topology="ring", order="ring"))
+    assert all(run_ranks(world_size, calls, **options))
 
 
 def test_arrays_of_two_libraries_and_a_view_that_is_not_contiguous(run_ranks):
