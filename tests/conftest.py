@@ -9,12 +9,16 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import pytest
 
 import hostring
 from hostring.rendezvous import MemoryStore
 
 DEADLINE = 60.0
+
+hypothesis.settings.register_profile("hostring", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("hostring")  # how long an example takes says something of the machine, not of what is tested
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -82,7 +82,7 @@ def mixed_sum_expected(kinds, n_elements, order="rank"):
     return results
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(kinds=st.lists(CONTRIBUTORS, min_size=2, max_size=8), n_elements=st.integers(0, 40), delays=st.integers(1, 1 << 30))
 def test_one_hash_over_all_topologies_with_mixed_contributors(kinds, n_elements, delays):
     wanted = hashlib.sha256(b"".join(mixed_sum_expected(kinds, n_elements))).hexdigest()

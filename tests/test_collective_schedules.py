@@ -18,7 +18,7 @@ NAMES = sorted(TOPOLOGIES)
 PAIRS = sorted({(topology, order) for topology, _, order in COMBINATIONS})  # the orders that a group of this topology may declare
 WORLD_SIZES = st.integers(2, 8)
 SEGMENTS = st.integers(1, 9)
-quick = settings(max_examples=30, deadline=None)
+quick = settings(max_examples=30)
 
 
 def places(topology: str, world_size: int):

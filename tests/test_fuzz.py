@@ -100,7 +100,7 @@ def test_good_inputs_are_taken(name: str) -> None:
 def test_broken_inputs_raise_what_is_documented(name: str) -> None:
     target = TARGETS[name]
 
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), database=None)
     @given(inputs(list(target.seeds)))
     def run(data: bytes) -> None:
         read(name, data)

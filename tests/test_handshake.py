@@ -272,14 +272,14 @@ def test_a_host_of_many_cores_fits() -> None:
     assert Member.from_wire(unpack(data)["member"]).cores == crowded.cores
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=400))
 def test_junk_never_gets_past_the_first_message(junk: bytes) -> None:
     for protocol in (acceptor(hello(0)), dial(hello(1), 0, SECRET)):
         assert refusal(protocol, junk).reason in ("junk", "version")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_mutated_hellos_are_refused_or_fail_their_proof(data: st.DataObject) -> None:
     good = bytearray(hello(1).to_bytes(b"n" * 16))
@@ -296,7 +296,7 @@ def test_mutated_hellos_are_refused_or_fail_their_proof(data: st.DataObject) -> 
         attempt()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(VALUES)
 def test_any_msgpack_value_as_a_description_of_a_rank_is_read_or_refused(value: Any) -> None:
     wire = {**MEMBER.to_wire(), **(value if isinstance(value, dict) else {"cores": value})}

@@ -48,7 +48,7 @@ SAMPLINGS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(LOGITS, SAMPLINGS, st.data())
 def test_the_choice_does_not_depend_on_the_split_and_is_allowed(logits: np.ndarray, sampling: Sampling, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, logits.size), max_size=4))

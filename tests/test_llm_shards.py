@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hostring.integrations.llm.config import ModelConfig
@@ -33,7 +33,6 @@ def models(draw: st.DrawFn) -> tuple[ModelConfig, int]:
     return config, draw(st.integers(1, groups))
 
 
-@settings(deadline=None)
 @given(models(), st.sampled_from(["bytes", "regions"]))
 def test_matrices_are_held_exactly_once_and_small_things_by_all(drawn: tuple[ModelConfig, int], balance: str) -> None:
     config, world_size = drawn
@@ -52,7 +51,6 @@ def test_matrices_are_held_exactly_once_and_small_things_by_all(drawn: tuple[Mod
     assert ("lm_head.weight" in names) != config.tie_word_embeddings
 
 
-@settings(deadline=None)
 @given(models())
 def test_bytes_tie_within_one_granule_unless_attention_alone_is_too_much(drawn: tuple[ModelConfig, int]) -> None:
     config, world_size = drawn
@@ -64,7 +62,6 @@ def test_bytes_tie_within_one_granule_unless_attention_alone_is_too_much(drawn: 
     assert max(given_columns) - min(given_columns) <= slack
 
 
-@settings(deadline=None)
 @given(models())
 def test_regions_are_each_as_even_as_they_can_be(drawn: tuple[ModelConfig, int]) -> None:
     config, world_size = drawn

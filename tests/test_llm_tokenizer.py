@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from llm_models import CHAT, TEXT, byte_tokenizer
 
@@ -24,7 +24,6 @@ def directory(tmp_path: Path, settings: dict[str, object], **files: object) -> P
     return tmp_path
 
 
-@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_pieces_joined_are_the_text(text: str) -> None:
     ids, stream = BYTES.encode(text), BYTES.stream()

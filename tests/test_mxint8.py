@@ -82,7 +82,7 @@ FLOATS = st.one_of(
 
 
 @given(arrays(np.float32, st.integers(0, 100), elements=FLOATS))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_numbers(x):
     mine, theirs, _ = both_ways(x)
     assert same(mine, rounded(x))

@@ -83,7 +83,7 @@ def expected(step: tuple, given: list[np.ndarray], rank: int, order: str) -> byt
 
 
 @pytest.mark.parametrize("transport", ["memory", "tcp"])
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, world_size=st.integers(2, 5), where=st.sampled_from(TOPOLOGIES), delays=st.integers(0, 1 << 30))
 def test_random_sequences(transport, steps, world_size, where, delays):
     topology, order = where
