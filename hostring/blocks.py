@@ -111,6 +111,7 @@ def bind_widen(values: Array, payload: Array) -> Callable[[], Any]:
         for a in range(0, n_elements, _PIECE)
     ]
 
+    @np.errstate(all="ignore")  # no rank sends what overflows here, but somebody might
     def widen() -> None:
         for target, source, exponents in pieces:
             np.copyto(target, source)

@@ -20,7 +20,7 @@ from .engine import Engine
 from .errors import GroupClosedError, HostringError, PeerLostError
 from .fold import divide
 from .incoming import Pipe
-from .outgoing import ALIGN, Buffers
+from .outgoing import Buffers
 from .p2p import Messenger
 from .planner import Planner
 from .program import Direct, Program
@@ -32,7 +32,7 @@ from .wire import numbered
 from .work import Turns
 
 NOTHING: Final = np.empty(0, np.uint8)
-_MOST_JOINED: Final = 16  # lists of arrays whose pieces are remembered
+_MOST_LISTS: Final = 16  # lists of arrays whose pieces are remembered
 _BYTE: Final = NOTHING.dtype
 _SHARED_SPINS: Final = 32  # turns given to others: 3 and 4 ranks on 2 cores take half the time that they take with none, no less with more
 _FEW: Final = 1 << 12  # elements that numpy rounds before another library has begun
@@ -55,6 +55,7 @@ class Caller:
         self._engine = Engine(self._control, self.counters, self.recorder, *_spins(group))
         self._planner = Planner(group.rank, group.world_size, self._tuner, order, group.epoch, pipes, self.counters, wire)
         self._programs = self._planner.programs
+        self._buffer = NOTHING  # of arrays that are joined
         self._pieces: dict[tuple[tuple[int, ...], DType], tuple[Array, list[Array]]] = {}
         self._messenger = Messenger(group.rank, group.p2p, self._control, self.counters, group.epoch)
         self._turns = Turns(f"hostring-{group.name}-{group.rank}")
@@ -146,6 +147,8 @@ class Caller:
         """
         if view is not None and own == wire:
             return view, None
+        if self._closed is not None or self._control.cause is not None:
+            self._alive()  # a call that can't begin must not round its array
         if view is not None and view.dtype == wire and in_place:
             return view, self._round(view, 0)
         n_elements = math.prod(x.shape) if view is None else view.size
@@ -174,15 +177,18 @@ class Caller:
         np.copyto(data, raw)
         return raw.view(carrier(BFLOAT16))
 
-    def _joined(self, sizes: tuple[int, ...], dtype: DType) -> tuple[Array, list[Array]]:
-        """Reused memory for arrays of these many elements, one after the other, behind what staging the whole may take; and its pieces."""
-        n_elements = sum(sizes)
-        room = self._planner.room(n_elements, dtype, -(-n_elements * FLOAT32.itemsize // ALIGN) * ALIGN)
+    def _buffer_for(self, sizes: tuple[int, ...], dtype: DType) -> tuple[Array, list[Array]]:
+        """A buffer for arrays of these many elements, one after the other, and its pieces. It serves again, and no staging uses it."""
         known = self._pieces.get((sizes, dtype))
-        if known is None or known[0] is not room:
-            if len(self._pieces) >= _MOST_JOINED:
-                self._pieces.clear()
-            known = self._pieces[sizes, dtype] = room, [room[a:b] for a, b in offsets(sizes)]
+        if known is not None:
+            return known
+        n_elements = sum(sizes)
+        nbytes = n_elements * dtype.itemsize
+        if nbytes > self._buffer.nbytes or len(self._pieces) >= _MOST_LISTS:
+            self._pieces.clear()
+            self._buffer = np.empty(max(nbytes, self._buffer.nbytes), np.uint8)
+        whole = self._buffer[:nbytes].view(dtype)
+        known = self._pieces[sizes, dtype] = whole, [whole[a:b] for a, b in offsets(sizes)]
         return known
 
     def _unstage(self, adapter: Adapter, data: Array, x: Any, op: str) -> Any:

@@ -13,7 +13,7 @@ from hostring.handshake import KINDS, Wire
 from hostring.hosting import open_store
 from hostring.listeners import beside, open_listeners, warn_if_open
 from hostring.member import Member, this_member
-from hostring.rendezvous import Store, TcpStore, exchange, linger
+from hostring.rendezvous import Store, TcpStore, TorchStore, exchange, linger
 from hostring.roster import Entry, Roster
 from hostring.start import Start
 
@@ -98,7 +98,8 @@ def _hosts(start: Start, store: Store | None) -> list[str]:
     """Where to listen: on loopback, or on what leads to the store as well."""
     if start.transport != "tcp":
         return ["127.0.0.1"]
-    local, target = store.local_host if isinstance(store, TcpStore) else None, start.config.store_host
+    local = store.local_host if isinstance(store, TcpStore | TorchStore) else None
+    target = start.config.store_host
     loopback = (local is None or is_loopback(local)) and (target is None or is_loopback(target))
     return hosts_to_bind(loopback=loopback, spec=start.config.interface, first=[local] if local else [])
 

@@ -45,7 +45,7 @@ class Planner:
     ) -> None:  # fmt: skip
         self._place = Place(rank, world_size, tuner.topology.next_hop)
         self._tuner, self._order, self._epoch, self._pipes, self._counters = tuner, order, epoch, pipes, counters
-        # All-reduces by (n_elements, dtype that is folded, op, raw dtype or None); the others begin with a name.
+        # All-reduces by (n_elements, dtype that is folded, op, detail or None[, raw dtype]); the others begin with a name.
         self.programs: dict[Any, Program] = {}
         self._wide: set[Any] = set()  # of the same keys: what can't be narrow
         self._scratch = bytearray()
@@ -69,19 +69,19 @@ class Planner:
         room = self._rooms[n_elements, dtype, after] = self._room[after:nbytes].view(dtype)
         return room
 
-    def all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None) -> Program:
-        """`dtype` is the one that is folded; `raw` the narrower one that contributions travel in, or None."""
-        key = (n_elements, dtype, op, raw)
-        return self.programs.get(key) or self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, raw))
+    def all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: int | None) -> Program:
+        """`dtype` is the one that is folded; `raw` the narrower one that contributions travel in, or None. `detail`: see `Call`."""
+        key = (n_elements, dtype, op, detail) if raw is None else (n_elements, dtype, op, detail, raw)
+        return self.programs.get(key) or self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, raw, detail))
 
-    def _all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None) -> Program:
+    def _all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: int | None) -> Program:
         wire = wire_dtype(dtype)
         choice = self._tuner.all_reduce(n_elements, wire.itemsize)
         schedule = self._build(choice, n_elements, wire)
-        call = Call("all_reduce", op, CODES[wire], self._order, n_elements, schedule=choice.code, epoch=self._epoch)
+        call = Call("all_reduce", op, CODES[wire], self._order, n_elements, detail or 0, choice.code, self._epoch)
         return self._bind(schedule, call, dtype, raw)
 
-    def narrow(self, n_elements: int, dtype: DType, op: str) -> Program | None:
+    def narrow(self, n_elements: int, dtype: DType, op: str, detail: int | None) -> Program | None:
         """An all-reduce that folds 16-bit contributions as they are, or None where that can't give the bits of float32.
 
         It can for a sum of two contributions: float32 holds enough bits of it that rounding twice is rounding once
@@ -89,7 +89,7 @@ class Planner:
         """
         if self._place.world_size != 2 or op != "sum" or narrow_sum(dtype, n_elements) is None:
             return None
-        key = (n_elements, dtype, op, None)
+        key = (n_elements, dtype, op, detail)
         known = self.programs.get(key)
         if known is not None or key in self._wide:
             return known
@@ -97,7 +97,7 @@ class Planner:
         if schedule.sent_elements(raw=False) or not all(recv.raw for round_ in schedule.rounds for recv in round_.recvs):
             self._wide.add(key)
             return None
-        return self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, None))
+        return self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, None, detail))
 
     def reduction(self, collective: str, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: Any) -> Program:
         """A "reduce" to root `detail`, or a "reduce_scatter" into chunks of `detail` elements."""

@@ -234,7 +234,9 @@ class MessageProgress:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(seconds)
-        if self._wake is not None:
-            os.close(self._wake[0])
-            os.close(self._wake[1])
-            self._wake = None
+        if self._driver.acquire(timeout=max(1.0, seconds)):  # who drives may sleep on the pipe, and has been woken to leave
+            with self._mutex:
+                for end in self._wake or ():
+                    os.close(end)
+                self._wake = None
+            self._driver.release()

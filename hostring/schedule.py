@@ -137,6 +137,23 @@ def segments(start: int, stop: int, length: int) -> list[tuple[int, int]]:
     return [(a, min(a + length, stop)) for a in range(start, stop, length)] or [(start, stop)]
 
 
+def batches(sizes: Sequence[int], small: int, most: int) -> list[list[int]]:
+    """Positions in `sizes`, batch by batch: those of at most `small` elements together, as long as they are at most `most` in all."""
+    found: list[list[int]] = []
+    current: list[int] = []
+    held = most + 1
+    for k, size in enumerate(sizes):
+        if size > small:
+            found.append([k])
+            continue
+        if held + size > most:
+            current, held = [], 0
+            found.append(current)
+        current.append(k)
+        held += size
+    return found
+
+
 def offsets(counts: Iterable[int]) -> list[tuple[int, int]]:
     """Boundaries of consecutive pieces of the given lengths."""
     result, at = [], 0

@@ -26,7 +26,7 @@ TRIED: Final = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "redu
 _SEGMENTS: Final = (1 << 16, 1 << 18, 1 << 20)
 _PROMISING: Final = 3.0  # what is predicted to take so many times as long as the best is not tried
 _MOST_TRIED: Final = 8
-_HOPELESS: Final = 1.5  # what has taken so many times as long as the best is not tried again
+_HOPELESS: Final = 1.5  # what has taken so many times as long as the best, in two rounds, is not tried again
 _ITEMSIZE: Final = 4
 
 Say = Callable[[str], None]
@@ -143,7 +143,7 @@ def _try(comm: Comm, ways: Sequence[_Way], nbytes: int, seconds: float, rounds: 
     counts: dict[_Way, int] = {}
     samples: dict[_Way, list[float]] = {way: [] for way in ways}
     found: dict[_Way, float] = {}
-    for _ in range(rounds):
+    for n in range(rounds):
         for way in ways:
             _force(comm, way)
             call = _call(comm, way.collective, x)
@@ -152,8 +152,9 @@ def _try(comm: Comm, ways: Sequence[_Way], nbytes: int, seconds: float, rounds: 
                 counts[way] = _agreed_count(comm, call, seconds)
             samples[way].append(_median(comm, call, counts[way]))
         found |= {way: statistics.median(samples[way]) for way in ways}
-        best = min(found.values())
-        ways = [way for way in ways if found[way] <= _HOPELESS * best]
+        if n > 0:  # one round may have been bad luck
+            best = min(found.values())
+            ways = [way for way in ways if found[way] <= _HOPELESS * best]
     comm._tuner.release()
     comm._planner.drop()
     return {(way, nbytes): taken for way, taken in found.items()}
@@ -169,7 +170,7 @@ def _force(comm: Comm, way: _Way) -> None:
 def _agreed_count(comm: Comm, call: Callable[[int], Any], seconds: float) -> int:
     began = perf_counter()
     call(0)
-    count = np.array([min(500, max(1, seconds / max(perf_counter() - began, 1e-7)))], np.int64)
+    count = np.array([min(500, max(2, seconds / max(perf_counter() - began, 1e-7)))], np.int64)
     agreed = comm.decide(count, lambda all_of_them: all_of_them[0])
     return int(agreed[0])
 

@@ -44,15 +44,40 @@ def test_the_bits_are_those_of_a_call_each(run_ranks, world_size, topology, dtyp
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("options", [{"topology": "ring", "order": "ring"}, {"wire": "mxint8"}, {"wire": "bfloat16"}])
-def test_chunks_and_blocks_are_those_of_the_joined_array(run_ranks, world_size, options):
+@pytest.mark.parametrize("dtypes", [[np.float32] * 5, [np.float16, np.float32, BF16, BF16, np.float32], [np.float16, BF16] * 2 + [BF16]])
+def test_nothing_is_joined_where_that_would_change_bits(run_ranks, world_size, options, dtypes):
     def calls(comm):
-        xs = contributions(comm.rank, [np.float32] * 5)
-        joined = np.concatenate([x.ravel() for x in xs])
-        comm.all_reduce_coalesced(xs)
-        comm.all_reduce(joined)
-        return np.concatenate([x.ravel() for x in xs]).tobytes() == joined.tobytes()
+        together, apart = contributions(comm.rank, dtypes), contributions(comm.rank, dtypes)
+        comm.all_reduce_coalesced(together)
+        for x in apart:
+            comm.all_reduce(x)
+        return [x.tobytes() for x in together] == [x.tobytes() for x in apart]
 
     assert all(run_ranks(world_size, calls, **options))
+
+
+def test_small_arrays_are_joined_and_large_ones_are_not(run_ranks):
+    sizes = [7, 5000, 4096, 1, 4097]
+
+    def calls(comm):
+        xs = [np.full(size, comm.rank + k, np.float32) for k, size in enumerate(sizes)]
+        comm.all_reduce_coalesced(xs)
+        assert all(np.array_equal(x, np.full(size, 3 + 3 * k)) for k, (x, size) in enumerate(zip(xs, sizes, strict=True)))
+        return dict(comm.counters.calls)
+
+    assert run_ranks(3, calls) == [{"all_reduce": 3}] * 3
+
+
+def test_no_list_leaves_much_memory_behind(run_ranks):
+    def calls(comm):
+        for k in range(1, 40):
+            comm.all_reduce_coalesced([np.ones(4096, np.float64)] + [np.ones(1000 * k % 4096, np.float64) for _ in range(50)])
+        blocks = {id(whole.base.base if whole.base.base is not None else whole.base) for whole, _ in comm._pieces.values()}
+        return len(blocks), comm._buffer.nbytes
+
+    for blocks, nbytes in run_ranks(2, calls):
+        assert blocks == 1
+        assert nbytes <= 8 << 17
 
 
 def test_arrays_of_two_libraries_and_a_view_that_is_not_contiguous(run_ranks):
@@ -98,13 +123,15 @@ def test_what_can_not_be_folded_together_is_refused_and_the_group_goes_on(run_ra
     assert run_ranks(2, calls) == [([1, 1], [[1, 1], [3, 3]], {"all_reduce": 2})] * 2
 
 
-def test_lists_of_other_lengths_are_a_mismatch_on_all_ranks(run_ranks):
+@pytest.mark.parametrize("lists", [([2, 2], [2, 2, 2]), ([3, 5], [5, 3]), ([3, 5000], [5000, 3]), ([4, 4], [8])])
+@pytest.mark.parametrize("options", [{}, {"wire": "mxint8"}])
+def test_lists_of_other_lengths_are_a_mismatch_on_all_ranks(run_ranks, lists, options):
     def calls(comm):
-        with pytest.raises(CollectiveMismatch, match="number of elements"):
-            comm.all_reduce_coalesced([np.ones(2, np.float32)] * (2 + comm.rank))
+        with pytest.raises(CollectiveMismatch, match=r"they differ in: .*counts"):
+            comm.all_reduce_coalesced([np.ones(size, np.float32) for size in lists[comm.rank]])
         return True
 
-    assert run_ranks(2, calls, timeout=5.0) == [True] * 2
+    assert run_ranks(2, calls, timeout=5.0, **options) == [True] * 2
 
 
 def test_a_world_of_one_gives_its_arrays_back():

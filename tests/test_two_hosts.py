@@ -25,6 +25,21 @@ with hostring.init() as comm:
     print(f"rank {comm.rank}: {x[0]:.0f}")
 """
 
+THROUGH_A_TORCH_STORE = """
+import datetime, os
+import torch
+import torch.distributed as dist
+rank, soon = int(os.environ.pop("RANK")), datetime.timedelta(seconds=20)
+for name in ("WORLD_SIZE", "MASTER_PORT"):
+    os.environ.pop(name)
+store = dist.TCPStore("10.97.0.1", 29545, 2, rank == 0, timeout=soon, wait_for_workers=False)
+dist.init_process_group("hostring", store=store, rank=rank, world_size=2, timeout=soon)
+x = torch.full((3,), rank + 1.0)
+dist.all_reduce(x)
+print(f"rank {rank}: {x[0]:.0f}")
+dist.barrier()
+"""
+
 
 class Hosts:
     """Hosts "a" (10.97.0.1) and "b" (10.97.0.2). Both know "evo", the name of host a: there it means 127.0.1.1, as on Debian."""
@@ -61,12 +76,12 @@ class Hosts:
     def link_local(self, x: str) -> str:
         return self.ip("-n", self.names[x], "-6", "-o", "addr", "show", "dev", self.device[x], "scope", "link").split()[3].partition("/")[0]
 
-    def run(self, a: dict[str, str], b: dict[str, str]) -> list[tuple[int, str]]:
+    def run(self, a: dict[str, str], b: dict[str, str], program: str = PROGRAM) -> list[tuple[int, str]]:
         """Run rank 0 on host a and rank 1 on host b. Returns exit code and output of each."""
         running = []
         for rank, (x, extra) in enumerate((("a", a), ("b", b))):
             environment = {**os.environ, "HOSTRING_TIMEOUT": "20", "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "29544", **extra}
-            command = ["ip", "netns", "exec", self.names[x], sys.executable, "-c", PROGRAM]
+            command = ["ip", "netns", "exec", self.names[x], sys.executable, "-c", program]
             running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         outcomes = []
         for process in running:
@@ -122,6 +137,11 @@ def test_an_interface_that_is_chosen(hosts: Hosts) -> None:
     env = {"MASTER_ADDR": f"[{hosts.link_local('a')}%", "HOSTRING_SECRET": "shared", "HOSTRING_INTERFACE": "10.97.0.0/16"}
     ends = [{**env, "MASTER_ADDR": f"{env['MASTER_ADDR']}{hosts.device[x]}]"} for x in "ab"]
     assert "rank 1 reaches rank 0 at 10.97.0.1:" in assert_summed(hosts.run(ends[0], ends[1]))
+
+
+def test_a_store_of_torch_at_an_address_of_the_first_host(hosts: Hosts) -> None:
+    env = {"HOSTRING_SECRET": "shared"}
+    assert_summed(hosts.run(env, env, THROUGH_A_TORCH_STORE))
 
 
 def test_loopback_does_not_lead_to_another_host(hosts: Hosts) -> None:

@@ -74,7 +74,7 @@ class Case:
         if self.collective in REDUCING:
             if self.collective == "reduce" and rank != root:
                 return self.input(rank, seed)
-            rows = [rounded(self.input(r, seed), wire) for r in range(n)]
+            rows = [rounded(self.input(r, seed), wire if n > 1 else "float32") for r in range(n)]
             if self.collective == "reduce_scatter":
                 return folded(rows, self.op, self.order, parts)[slice(*parts[rank])]
             in_blocks = wire == "mxint8" and self.dtype.kind not in "biuc" and self.dtype.itemsize <= 4

@@ -28,8 +28,8 @@ def find_device(wanted: str | torch.device, local_rank: int | None = None) -> to
         device = torch.device(wanted)
     except RuntimeError:
         raise ValueError(f"device {wanted!r} is unknown to torch; {_instead()}") from None
-    if (device.index or 0) >= _count(device.type):
-        raise ValueError(f"there is no device {str(device)!r} here; {_instead()}")
+    if str(device) != str(wanted) or (device.index or 0) >= _count(device.type):  # torch takes "cuda:256" for "cuda:0"
+        raise ValueError(f"there is no device {str(wanted)!r} here; {_instead()}")
     return device
 
 
