@@ -69,7 +69,7 @@ class Planner:
         room = self._rooms[n_elements, dtype, after] = self._room[after:nbytes].view(dtype)
         return room
 
-    def all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: int | None) -> Program:
+    def all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: int | None = None) -> Program:
         """`dtype` is the one that is folded; `raw` the narrower one that contributions travel in, or None. `detail`: see `Call`."""
         key = (n_elements, dtype, op, detail) if raw is None else (n_elements, dtype, op, detail, raw)
         return self.programs.get(key) or self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, raw, detail))
