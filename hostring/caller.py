@@ -184,9 +184,11 @@ class Caller:
             return known
         n_elements = sum(sizes)
         nbytes = n_elements * dtype.itemsize
-        if nbytes > self._buffer.nbytes or len(self._pieces) >= _MOST_LISTS:
+        if nbytes > self._buffer.nbytes:
             self._pieces.clear()
-            self._buffer = np.empty(max(nbytes, self._buffer.nbytes), np.uint8)
+            self._buffer = np.empty(nbytes, np.uint8)
+        if len(self._pieces) >= _MOST_LISTS:
+            self._pieces.clear()
         whole = self._buffer[:nbytes].view(dtype)
         known = self._pieces[sizes, dtype] = whole, [whole[a:b] for a, b in offsets(sizes)]
         return known

@@ -141,30 +141,29 @@ class Comm(Caller):
         another wire than float32. Cost: two copies of those, and an all_reduce of each larger one.
         """
         arrays = list(xs)
-        for x in arrays:
-            self._check(x, op)
         dtypes = {adapter_for(x).dtype(x) for x in arrays}
+        for dtype in dtypes:
+            check_op(op, dtype)
         if len({wire_dtype(dtype) for dtype in dtypes}) > 1:
             names = ", ".join(sorted(dtype.name for dtype in dtypes))
             raise TypeError(f"all_reduce_coalesced: arrays of {names} are not folded in one dtype; make a call for each")
-        dtype = dtypes.pop() if len(dtypes) == 1 else FLOAT32
-        return self._start("all_reduce", lambda: self._all_reduce_coalesced(arrays, dtype, op, timeout), async_op)
+        joint = dtypes.pop() if len(dtypes) == 1 else FLOAT32
+        return self._start("all_reduce", lambda: self._all_reduce_coalesced(arrays, joint, op, timeout), async_op)
 
     def _all_reduce_coalesced(self, arrays: list[Any], dtype: DType, op: str, timeout: float | None) -> list[Any]:
         sizes = tuple(math.prod(x.shape) for x in arrays)
         detail = zlib.crc32(repr(sizes).encode()) or 1 if len(sizes) > 1 else None
         together = self.order != "ring" and not (self._narrows and wire_dtype(dtype) == FLOAT32)
         for batch in batches(sizes, _JOINED if together else 0, _MOST_JOINED):
-            if len(batch) == 1:
-                arrays[batch[0]] = self._all_reduce(arrays[batch[0]], op, timeout, detail)
-            else:
-                joined = self._joined([arrays[k] for k in batch], dtype, op, timeout, detail)
-                for k, x in zip(batch, joined, strict=True):
-                    arrays[k] = x
+            results = self._all_reduce_joined([arrays[k] for k in batch], dtype, op, timeout, detail)
+            for k, result in zip(batch, results, strict=True):
+                arrays[k] = result
         return arrays
 
-    def _joined(self, arrays: list[Any], dtype: DType, op: str, timeout: float | None, detail: int | None) -> list[Any]:
-        """An all-reduce of arrays one after the other in one buffer of `dtype`."""
+    def _all_reduce_joined(self, arrays: list[Any], dtype: DType, op: str, timeout: float | None, detail: int | None) -> list[Any]:
+        """An all-reduce of arrays one after the other in one buffer of `dtype`; of one alone where it is."""
+        if len(arrays) == 1:
+            return [self._all_reduce(arrays[0], op, timeout, detail)]
         if self.world_size == 1:
             self._alone("all_reduce", None)
             return arrays

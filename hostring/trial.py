@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
@@ -153,11 +153,16 @@ def _try(comm: Comm, ways: Sequence[_Way], nbytes: int, seconds: float, rounds: 
             samples[way].append(_median(comm, call, counts[way]))
         found |= {way: statistics.median(samples[way]) for way in ways}
         if n > 0:  # one round may have been bad luck
-            best = min(found.values())
-            ways = [way for way in ways if found[way] <= _HOPELESS * best]
+            ways = _hopeful(ways, found)
     comm._tuner.release()
     comm._planner.drop()
     return {(way, nbytes): taken for way, taken in found.items()}
+
+
+def _hopeful(ways: Sequence[_Way], found: Mapping[_Way, float]) -> list[_Way]:
+    """Those of `ways` that may yet turn out the best of all in `found`."""
+    best = min(found.values())
+    return [way for way in ways if found[way] <= _HOPELESS * best]
 
 
 def _force(comm: Comm, way: _Way) -> None:

@@ -52,6 +52,15 @@ def test_a_small_run_writes_all_that_it_shows(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "mxint8"])
+def test_a_rank_alone_rounds_nothing(run_ranks, wire):
+    def body(comm):
+        session = Session(comm, [Hostring("auto", comm)], QUICK)
+        return [row.wrong for row in session.rows(case("all_reduce", "sum", np.dtype(np.float32), 999, 1, "rank"), quiet)]
+
+    assert run_ranks(1, body, wire=wire) == [[0]]
+
+
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("order", ["rank", "ring", "tree"])
 def test_every_collective_is_measured_and_right(run_ranks, collective, order):

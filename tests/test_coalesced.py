@@ -80,6 +80,38 @@ def test_no_list_leaves_much_memory_behind(run_ranks):
         assert nbytes <= 8 << 17
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_in_the_order_of_a_tree(run_ranks, world_size):
+    def calls(comm):
+        xs = contributions(comm.rank, [np.float32] * 5)
+        comm.all_reduce_coalesced(xs)
+        assert comm.counters.calls["all_reduce"] == 1
+        return xs
+
+    rows = [contributions(rank, [np.float32] * 5) for rank in range(world_size)]
+    for xs in run_ranks(world_size, calls, topology="tree", order="tree"):
+        for k, x in enumerate(xs):
+            np.testing.assert_array_equal(x.ravel(), fold_in_order("tree", [row[k].ravel() for row in rows]))
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix", "shm", "tls"])
+def test_over_sockets_and_over_shared_memory(run_ranks, monkeypatch, transport):
+    monkeypatch.setenv("HOSTRING_SECRET", "between us")
+    dtypes = [np.float16, np.float32, BF16, BF16, np.float32]
+
+    def calls(comm):
+        xs = [*contributions(comm.rank, dtypes), np.full(5000, comm.rank + 1, np.float32)]
+        for _ in range(2):
+            comm.all_reduce_coalesced(xs, "max")
+        return xs
+
+    rows = [contributions(rank, dtypes) for rank in range(3)]
+    for xs in run_ranks(3, calls, transport=transport):
+        assert (xs.pop() == 3).all()
+        for k, x in enumerate(xs):
+            np.testing.assert_array_equal(x, np.max([row[k].astype(np.float32) for row in rows], axis=0).astype(x.dtype))
+
+
 def test_arrays_of_two_libraries_and_a_view_that_is_not_contiguous(run_ranks):
     def calls(comm):
         grid = np.full((4, 6), comm.rank + 1, np.float32)

@@ -166,8 +166,9 @@ def test_a_schedule_that_cuts_inside_of_a_block_is_not_certified():
         certify_all_reduce("mesh", "one_shot", "rank", 2, 100, 40, 32)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_over_sockets_and_over_shared_memory(run_ranks, transport):
+@pytest.mark.parametrize("transport", ["tcp", "unix", "shm", "tls"])
+def test_over_sockets_and_over_shared_memory(run_ranks, monkeypatch, transport):
+    monkeypatch.setenv("HOSTRING_SECRET", "between us")
     sizes = (100, 4097, 80_001)
     rows = {n: rank_distinct(3, n) for n in sizes}
     expected = [bits(fold_in_order("rank", [rounded(row) for row in rows[n]])) for n in sizes]

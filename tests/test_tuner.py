@@ -386,3 +386,10 @@ def test_a_group_can_be_measured_at_its_start(run_ranks, monkeypatch):
     for source, calls in run_ranks(2, lambda comm: (comm._tuner.source, dict(comm.counters.calls))):
         assert source == "links measured at start"
         assert calls == {}
+
+
+def test_what_is_half_as_slow_again_is_not_tried_again():
+    ways = [trial._Way("all_reduce", "mesh", "one_shot", segment) for segment in (1, 2, 3, 4)]
+    found = dict(zip(ways, (1.5, 1.0, 1.51, 9.0), strict=True))
+    assert trial._hopeful(ways, found) == ways[:2]
+    assert trial._hopeful(ways[2:], found) == []  # the best of all counts, also when it is no longer tried

@@ -13,7 +13,7 @@ from oracle import bits, fold_in_order, rank_distinct
 import hostring
 from hostring.certify import NotCertified, combinations
 from hostring.certify_links import certify_on_links
-from hostring.errors import HandshakeError
+from hostring.errors import GroupClosedError, HandshakeError
 from hostring.rendezvous import MemoryStore
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -115,6 +115,19 @@ def test_a_signalling_nan_is_no_error(run_ranks, n_elements):
 
     for result in run_ranks(2, calls, wire="bfloat16"):
         assert np.isnan(result).all()
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "mxint8"])
+def test_a_call_that_can_not_begin_rounds_nothing(run_ranks, wire):
+    def calls(comm):
+        x = np.full(100, 1 + 2**-20, np.float32)
+        comm.close()
+        for call in (comm.all_reduce, comm.reduce, lambda x: comm.reduce_scatter(x.reshape(2, 50))):
+            with pytest.raises(GroupClosedError):
+                call(x)
+        return set(x.tolist())
+
+    assert run_ranks(2, calls, wire=wire) == [{1 + 2**-20}] * 2
 
 
 def test_half_the_bytes_between_two(run_ranks):
