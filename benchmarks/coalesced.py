@@ -32,7 +32,9 @@ def main() -> None:
                 together.append(perf_counter() - began)
             if comm.rank == 0:
                 apart, joined = (1e6 * statistics.median(seconds) for seconds in (each, together))
-                print(f"{count:3} of {4 * n_elements:5} bytes: {apart:7.1f} us apart, {joined:7.1f} us together ({joined / apart:.2f})")
+                print(
+                    f"{count:3} of {4 * n_elements:5} bytes: {apart:7.1f} us apart, {joined:7.1f} us together ({joined / apart:.2f})"
+                )
 
 
 if __name__ == "__main__":

@@ -94,7 +94,9 @@ class Contender:
                     waited[peer] = waited.get(peer, 0.0) + seconds
         shares = [sum(head["seconds"].get(p, 0.0) for p in PHASES) / sum(head["seconds"].values()) for head in heads]
         steps = heads[0]["generated_tokens"] - 1
-        phases = {p: statistics.median(head["seconds"].get(p, 0.0) for head in heads) / steps for p in (*PHASES, "compute")}
+        phases = {
+            p: statistics.median(head["seconds"].get(p, 0.0) for head in heads) / steps for p in (*PHASES, "compute")
+        }
         return {
             "label": self.label,
             "rounds": len(heads),
@@ -133,7 +135,11 @@ def started(options: argparse.Namespace) -> Iterator[list[Contender]]:
         hosts = stack.enter_context(_hosts(options))
         label = f"{options.ranks} ranks, {_words(options)}"
         if hosts is None:
-            port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 10000), "WORLD_SIZE": str(options.ranks)}
+            port = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(20000 + os.getpid() % 10000),
+                "WORLD_SIZE": str(options.ranks),
+            }
             env = {**os.environ, **port, "OMP_NUM_THREADS": "1"}
             ranks = [subprocess.Popen(argv, env={**env, "RANK": str(r)}, **pipes) for r in range(options.ranks)]
         else:
@@ -165,7 +171,9 @@ def _hosts(options: argparse.Namespace) -> Any:
         if options.ranks != 2:
             raise SystemExit("--delay-us joins two hosts; use --ranks 2, or --mbit alone for more")
         return Delayed(options.delay_us, options.mbit or 1000.0)
-    return Switch(options.ranks, [options.mbit] * options.ranks) if options.mbit is not None else contextlib.nullcontext()
+    return (
+        Switch(options.ranks, [options.mbit] * options.ranks) if options.mbit is not None else contextlib.nullcontext()
+    )
 
 
 def _words(options: argparse.Namespace) -> str:
@@ -177,11 +185,16 @@ def _words(options: argparse.Namespace) -> str:
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The rows as text, each compared with the first."""
     lines = [f"{'':<44} {'tokens/s':>9} {'':>6} {'fastest':>9} {'':>6} {'ttft':>7} {'collective':>10}  waited for"]
-    lines.append(f"{'':<44} {'median':>9} {'':>6} {'decile':>9} {'':>6} {'(s)':>7} {'(%)':>10}  (s, all ranks and rounds)")
+    lines.append(
+        f"{'':<44} {'median':>9} {'':>6} {'decile':>9} {'':>6} {'(s)':>7} {'(%)':>10}  (s, all ranks and rounds)"
+    )
     first = rows[0]
     for row in rows:
         ratios = [f"{row[key] / first[key]:.2f}x" for key in ("tokens_per_s", "fastest_decile")]
-        waited = ", ".join(f"rank {peer} {s:.2f}" for peer, s in sorted(row["waited_for_s"].items(), key=lambda kv: -kv[1])) or "-"
+        waited = (
+            ", ".join(f"rank {peer} {s:.2f}" for peer, s in sorted(row["waited_for_s"].items(), key=lambda kv: -kv[1]))
+            or "-"
+        )
         cells = f"{row['tokens_per_s']:>9.2f} {ratios[0]:>6} {row['fastest_decile']:>9.2f} {ratios[1]:>6} {row['ttft_s']:>7.3f}"
         lines.append(f"{row['label']:<44} {cells} {100 * row['collective_fraction']:>10.1f}  {waited}")
         us = ", ".join(f"{phase} {s:.0f}" for phase, s in row["us_per_token"].items() if s)
@@ -196,7 +209,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48, help="per generation")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--dtypes", default="float32", help="one for all, or one per rank; the lone rank takes the first")
+    parser.add_argument(
+        "--dtypes", default="float32", help="one for all, or one per rank; the lone rank takes the first"
+    )
     parser.add_argument("--topology", default="auto")
     parser.add_argument("--transport", default="tcp")
     parser.add_argument("--mbit", type=float, help="ranks in namespaces on a switch, with this rate")
@@ -224,7 +239,9 @@ def main() -> int:
     rows = [contender.row() for contender in contenders]
     print("\n".join(table(rows)))
     if options.json:
-        Path(options.json).write_text(json.dumps({"settings": {**vars(options), "json": None}, "rows": rows}, indent=1) + "\n")
+        Path(options.json).write_text(
+            json.dumps({"settings": {**vars(options), "json": None}, "rows": rows}, indent=1) + "\n"
+        )
     texts = {tuple(rank["tokens"]) for c in contenders for ranks in c.results for rank in ranks}
     exact = set(options.dtypes.split(",")) == {"float32"}
     print(f"tokens: {'the same everywhere' if len(texts) == 1 else f'{len(texts)} different answers'}")

@@ -24,21 +24,25 @@ import base58
 import msgpack
 import numpy as np
 
-from hostring import addresses, bootstrap, config, handshake, message, wire
-from hostring.caller import Caller
-from hostring.cluster import Token
-from hostring.control import Control
-from hostring.counters import Counters
-from hostring.dtypes import MXINT8, PAYLOAD_CODES
-from hostring.engine import Engine
+from hostring.arrays.dtypes import MXINT8, PAYLOAD_CODES
+from hostring.engine import frames as wire
+from hostring.engine.control import Control
+from hostring.engine.counters import Counters
+from hostring.engine.engine import Engine
+from hostring.engine.messenger import Messenger
+from hostring.engine.receiving import Pipe
+from hostring.engine.sending import Buffers
+from hostring.engine.session import Caller
 from hostring.errors import HandshakeError, HostringError, PeerLostError
-from hostring.handshake import RefusedError
-from hostring.incoming import Pipe
-from hostring.member import Member, this_member
-from hostring.outgoing import Buffers
-from hostring.p2p import Messenger
-from hostring.roster import Entry
-from hostring.store_client import StoreRefusedError, _Connection
+from hostring.group import config, handshake
+from hostring.group.group import Group
+from hostring.group.handshake import RefusedError
+from hostring.group.peer_info import Member, this_member
+from hostring.group.roster import Entry
+from hostring.launch.cluster import Token
+from hostring.store import protocol as message
+from hostring.store.client import StoreRefusedError, _Connection
+from hostring.transports import addresses
 
 SLOWEST, LONGEST = 1.0, 30.0
 """Seconds of computing for one input, and seconds in all on a busy machine. What is unbounded takes longer."""
@@ -108,7 +112,10 @@ def hello(rank: int = 1) -> handshake.Hello:
 
 def greet(data: bytes) -> None:
     """First and second message, to either side."""
-    for make in (lambda: handshake.accept(lambda kind: hello(0), lambda theirs: None, SECRET), lambda: handshake.dial(hello(2), 1, SECRET)):
+    for make in (
+        lambda: handshake.accept(lambda kind: hello(0), lambda theirs: None, SECRET),
+        lambda: handshake.dial(hello(2), 1, SECRET),
+    ):
         for good in ([], [hello().to_bytes(b"n" * 16)]):
             protocol = make()
             next(protocol)
@@ -129,7 +136,7 @@ def _alone(data: bytes) -> tuple[Engine, Any]:
     """An engine, and the planner of rank 0 of two, on whose link `data` comes."""
     pipes = {1: Pipe(Feed(data))}
     counters = Counters(pipes)
-    group = bootstrap.Group(0, 2, "fuzz", 7, SECRET, members=[None, None])
+    group = Group(0, 2, "fuzz", 7, SECRET, members=[None, None])
     group.data = {1: Feed(data)}
     caller = Caller(group, topology="mesh", order="rank", wire="float32", timeout=1.0)
     return caller._engine, (caller, counters)
@@ -149,7 +156,9 @@ def good_frames() -> list[bytes]:
     _, (caller, _) = _alone(b"")
     program = caller._planner.all_reduce(6, np.dtype(np.float32), "sum", None)
     ours = bytes(program.stages[0].incoming[0].header)
-    blocks = ours[: wire.EXPECTED_BYTES] + wire.payload_fields(PAYLOAD_CODES[MXINT8], 7) + bytes([1, 2, 3, 4, 5, 6, 127])
+    blocks = (
+        ours[: wire.EXPECTED_BYTES] + wire.payload_fields(PAYLOAD_CODES[MXINT8], 7) + bytes([1, 2, 3, 4, 5, 6, 127])
+    )
     return [ours + np.arange(6, dtype=np.float32).tobytes(), blocks, bytes(call.header(0, 0, 0, 24)) + bytes(24)]
 
 
@@ -220,9 +229,7 @@ def ring(data: bytes) -> None:
     config.read_ring(str(path))
 
 
-GOOD_RING = (
-    b'{"master_ip": null, "master_port": 9002, "port": 9000, "right_ip": "192.168.77.2", "right_port": 9001, "rank": 0, "world_size": 2}'
-)
+GOOD_RING = b'{"master_ip": null, "master_port": 9002, "port": 9000, "right_ip": "192.168.77.2", "right_port": 9001, "rank": 0, "world_size": 2}'
 
 
 def places(data: bytes) -> None:
@@ -240,13 +247,13 @@ def token(data: bytes) -> None:
 
 
 def gguf(data: bytes) -> None:
-    from hostring.integrations.llm.gguf_header import read_header
+    from hostring.integrations.llm.checkpoint.gguf_header import read_header
 
     read_header(Path("fuzzed.gguf"), data)  # type: ignore[arg-type]
 
 
 def safetensors(data: bytes) -> None:
-    from hostring.integrations.llm.weights import SafetensorsCheckpoint
+    from hostring.integrations.llm.checkpoint.weights import SafetensorsCheckpoint
 
     folder = Path(_scratch)
     (folder / "model.safetensors").write_bytes(data)
@@ -254,9 +261,7 @@ def safetensors(data: bytes) -> None:
     SafetensorsCheckpoint(folder)
 
 
-_QWEN = (
-    '{"model_type": "qwen3", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "intermediate_size": 8, "num_hidden_layers": 1}'
-)
+_QWEN = '{"model_type": "qwen3", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "intermediate_size": 8, "num_hidden_layers": 1}'
 
 
 def good_models() -> tuple[list[bytes], list[bytes]]:
@@ -272,7 +277,9 @@ def good_models() -> tuple[list[bytes], list[bytes]]:
     def u64(x: int) -> bytes:
         return x.to_bytes(8, "little")
 
-    fields = text("general.alignment") + u32(4) + u32(32) + text("words") + u32(9) + u32(8) + u64(2) + text("a") + text("bc")
+    fields = (
+        text("general.alignment") + u32(4) + u32(32) + text("words") + u32(9) + u32(8) + u64(2) + text("a") + text("bc")
+    )
     fields += text("scores") + u32(9) + u32(6) + u64(3) + bytes(12)
     tensors = text("token_embd.weight") + u32(2) + u64(4) + u64(3) + u32(0) + u64(0)
     head = b"GGUF" + u32(3) + u64(1) + u64(3) + fields + tensors
@@ -290,13 +297,24 @@ def targets() -> list[Target]:
     packed = msgpack.packb([1, 3, 1 << 33, b"s" * 16, [["10.0.0.1", 5]]])
     found = [
         Target("header", [h[:64] for h in [*good_frames(), p2p]], header, share=6),
-        Target("hello", [first, message.pack({"proof": b"p" * 32}, 99), message.pack({"refused": "x", "why": "y"}, 99)], greet, share=0.5),
+        Target(
+            "hello",
+            [first, message.pack({"proof": b"p" * 32}, 99), message.pack({"refused": "x", "why": "y"}, 99)],
+            greet,
+            share=0.5,
+        ),
         Target("frames", good_frames(), frames, (HostringError,), share=0.3),
         Target("messages", [p2p, p2p + p2p], messages, (HostringError,), share=1),
         Target("control", good_control(), control, share=2),
         Target("entry", [published], entry, (HandshakeError,), share=3),
         Target("member", [message.pack(me.to_wire(), 4096)], member, (ValueError,), share=3),
-        Target("store answers", [answer, greeting + answer, greeting], store_answers, (ValueError, OSError, StoreRefusedError), share=3),
+        Target(
+            "store answers",
+            [answer, greeting + answer, greeting],
+            store_answers,
+            (ValueError, OSError, StoreRefusedError),
+            share=3,
+        ),
         Target("RING_CONFIG", [GOOD_RING], ring, (ValueError,), share=1),
         Target("addresses", [b"[::1]:80", b"^lo,10.0.0.0/8", b"fe80::1%eth0"], places, (ValueError,), share=1),
         Target("token", [packed], token, (ValueError,), share=0.3),
@@ -314,7 +332,21 @@ def targets() -> list[Target]:
 
 # ------------------------------------------------------------------ how it is broken
 
-_EVIL = (0, 1, 0x7F, 0x80, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+_EVIL = (
+    0,
+    1,
+    0x7F,
+    0x80,
+    0xFF,
+    0xFFFF,
+    0x7FFFFFFF,
+    0x80000000,
+    0xFFFFFFFF,
+    1 << 40,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+)
 
 
 def damaged(seeds: Sequence[bytes], rng: random.Random) -> Iterator[bytes]:
@@ -334,7 +366,9 @@ def damaged(seeds: Sequence[bytes], rng: random.Random) -> Iterator[bytes]:
                 data[at] = rng.randrange(256)
             elif how == 2:
                 width = rng.choice((1, 2, 4, 8))
-                data[at : at + width] = (rng.choice(_EVIL) & ((1 << 8 * width) - 1)).to_bytes(width, rng.choice(("little", "big")))
+                data[at : at + width] = (rng.choice(_EVIL) & ((1 << 8 * width) - 1)).to_bytes(
+                    width, rng.choice(("little", "big"))
+                )
             elif how == 3:
                 del data[at:]
             elif how == 4:
@@ -381,7 +415,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=1_000_000, help="over all targets")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--memory", type=float, default=4.0, help="GB of address space beyond what is used at the start")
+    parser.add_argument(
+        "--memory", type=float, default=4.0, help="GB of address space beyond what is used at the start"
+    )
     parser.add_argument("--only", default="", help="one target's name")
     args = parser.parse_args()
     chosen = [t for t in targets() if args.only in ("", t.name)]

@@ -40,7 +40,9 @@ class Switch:
 
     interface = "eth0"
 
-    def __init__(self, n: int, mbit: Sequence[float | None] | None = None, queue_ms: float = 20.0, burst: int = 0) -> None:
+    def __init__(
+        self, n: int, mbit: Sequence[float | None] | None = None, queue_ms: float = 20.0, burst: int = 0
+    ) -> None:
         self.n, self._mbit, self._queue_ms, self._burst = n, list(mbit or [None] * n), queue_ms, burst
         self._tag = f"hb{os.getpid()}"
 
@@ -80,7 +82,19 @@ class Switch:
             _ip("-n", here, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             _ip("-n", here, "link", "set", "lo", "up")
             _ip("-n", here, "link", "set", "eth0", "up")
-            _ip("-n", here, "route", "change", "10.97.0.0/24", "dev", "eth0", "src", self.address(host), "congctl", "cubic")
+            _ip(
+                "-n",
+                here,
+                "route",
+                "change",
+                "10.97.0.0/24",
+                "dev",
+                "eth0",
+                "src",
+                self.address(host),
+                "congctl",
+                "cubic",
+            )
             if (mbit := self._mbit[host]) is not None:
                 limit(here, "eth0", mbit, self._queue_ms, least_burst=self._burst)
                 burst = max(32 << 10, self._burst)  # only where several send to one does it matter
@@ -156,7 +170,21 @@ def _leave_on_sigterm() -> None:
 def limit(namespace: str, device: str, mbit: float, queue_ms: float = 20.0, least_burst: int = 0) -> None:
     """Let `device` send no faster than that."""
     burst = max(least_burst, 3100 if mbit <= 1000 else 6200 if mbit <= 2500 else 262144)
-    command = ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst", str(burst)]
+    command = [
+        "tc",
+        "-n",
+        namespace,
+        "qdisc",
+        "replace",
+        "dev",
+        device,
+        "root",
+        "tbf",
+        "rate",
+        f"{mbit}mbit",
+        "burst",
+        str(burst),
+    ]
     subprocess.run([*command, "latency", f"{queue_ms}ms"], check=True)
 
 
@@ -165,7 +193,13 @@ def _ip(*arguments: str) -> None:
 
 
 def start_ranks(
-    hosts: Switch | Delayed, argv: Sequence[str], world_size: int, *, env: Mapping[str, str] | None = None, pin: bool = False, **popen: Any
+    hosts: Switch | Delayed,
+    argv: Sequence[str],
+    world_size: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    pin: bool = False,
+    **popen: Any,
 ) -> list[subprocess.Popen[Any]]:
     """Start `argv` as one rank on each host. Rank 0's host is where they meet."""
     cores = sorted(os.sched_getaffinity(0))

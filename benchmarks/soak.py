@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 
 import hostring
-from hostring.addresses import listen
-from hostring.store_server import StoreServer
+from hostring.store.server import StoreServer
+from hostring.transports.addresses import listen
 
 SPARED = 1
 HANG_SECONDS = 150.0  # more than any wait that has an end
@@ -131,7 +131,11 @@ def several(comm: hostring.Comm, case: Case) -> None:
 
 def reduce(comm: hostring.Comm, case: Case) -> None:
     op, mine = case.op(), case.input(comm.rank)
-    same(comm.reduce(mine, case.root, op), case.folded(op) if comm.rank == case.root else case.input(comm.rank), f"reduce {op}")
+    same(
+        comm.reduce(mine, case.root, op),
+        case.folded(op) if comm.rank == case.root else case.input(comm.rank),
+        f"reduce {op}",
+    )
 
 
 def reduce_scatter(comm: hostring.Comm, case: Case) -> None:
@@ -298,7 +302,16 @@ class Soak:
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
-        command = [sys.executable, __file__, "--worker", self.board_path, "--ranks", str(self.ranks), "--seed", str(self.seed)]
+        command = [
+            sys.executable,
+            __file__,
+            "--worker",
+            self.board_path,
+            "--ranks",
+            str(self.ranks),
+            "--seed",
+            str(self.seed),
+        ]
         self.processes[rank] = subprocess.Popen(command, env=environment, stderr=self.log)
 
     def run(self, seconds: float, pause: float) -> None:
@@ -336,7 +349,11 @@ class Soak:
     def until_all_work(self) -> None:
         """The minutes count from here on."""
         give_up = time.monotonic() + HANG_SECONDS
-        while not all(self.beats()) and time.monotonic() < give_up and all(p.poll() is None for p in self.processes.values()):
+        while (
+            not all(self.beats())
+            and time.monotonic() < give_up
+            and all(p.poll() is None for p in self.processes.values())
+        ):
             time.sleep(0.05)
         if not all(self.beats()):
             self.hung()

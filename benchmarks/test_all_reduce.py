@@ -48,7 +48,9 @@ def reduce(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     cores = os.sched_getaffinity(0)
-    child = multiprocessing.get_context("spawn").Process(target=other, args=(port, transport, kind, nbytes), daemon=True)
+    child = multiprocessing.get_context("spawn").Process(
+        target=other, args=(port, transport, kind, nbytes), daemon=True
+    )
     child.start()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))

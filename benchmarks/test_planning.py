@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from hostring import closed_forms, estimate
-from hostring.certify import certify_all_reduce, combinations
-from hostring.network import ethernet
+from hostring.cost import estimate, formulas
+from hostring.cost.network import ethernet
+from hostring.engine.choice import SEGMENT_NBYTES, Tuner
 from hostring.topologies import TOPOLOGIES
-from hostring.tuner import SEGMENT_NBYTES, Tuner
+from hostring.topologies.proof import certify_all_reduce, combinations
 
 WAYS = list(combinations())
 NAMES = ["/".join(way) for way in WAYS]
@@ -36,7 +36,7 @@ def test_pricing_by_running(benchmark: Any, world_size: int) -> None:
 
 
 def test_pricing_by_formula(benchmark: Any) -> None:
-    assert benchmark(closed_forms.all_reduce, "two_shot", ethernet(1024), 32 << 20, SEGMENT_NBYTES).seconds > 0
+    assert benchmark(formulas.all_reduce, "two_shot", ethernet(1024), 32 << 20, SEGMENT_NBYTES).seconds > 0
 
 
 def test_choosing(benchmark: Any) -> None:

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hostring.staging import adapter_for
+from hostring.arrays.staging import adapter_for
 
 SIZES = (16 << 10, 256 << 10, 8 << 20)  # bytes on the wire
 

@@ -23,17 +23,31 @@ from links import Switch, start_ranks, wait_ranks
 
 from hostring.bench.sizes import parse_size
 from hostring.commands.plan import ACTIVE, BETTER, Point, change_from, parse_ranks, price_point
-from hostring.network import from_links
-from hostring.tuner import SEGMENT_NBYTES
+from hostring.cost.network import from_links
+from hostring.engine.choice import SEGMENT_NBYTES
 
 
-def measure(world_size: int, mbit: list[float | None], topologies: str, options: argparse.Namespace) -> dict[str, float]:
+def measure(
+    world_size: int, mbit: list[float | None], topologies: str, options: argparse.Namespace
+) -> dict[str, float]:
     """Median seconds of an all-reduce by each topology."""
     with Switch(world_size, mbit, options.queue_ms) as hosts, tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        bench = ["-m", "hostring.bench", "all_reduce", "--sizes", options.size, "--topology", topologies, "--transport", "tcp"]
+        bench = [
+            "-m",
+            "hostring.bench",
+            "all_reduce",
+            "--sizes",
+            options.size,
+            "--topology",
+            topologies,
+            "--transport",
+            "tcp",
+        ]
         effort = ["--rounds", str(options.rounds), "--iterations", str(options.iterations), "--json", str(out)]
-        ranks = start_ranks(hosts, [sys.executable, *bench, *effort], world_size, env={"HOSTRING_TUNING": "off"}, stdout=-3)
+        ranks = start_ranks(
+            hosts, [sys.executable, *bench, *effort], world_size, env={"HOSTRING_TUNING": "off"}, stdout=-3
+        )
         wait_ranks(ranks, options.timeout)
         rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
     wrong = sum(row["wrong"] for row in rows)
@@ -66,11 +80,17 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one group")
-    parser.add_argument("--queue-ms", type=float, default=200.0, help="long, so that the rates limit and not TCP's losses")
+    parser.add_argument(
+        "--queue-ms", type=float, default=200.0, help="long, so that the rates limit and not TCP's losses"
+    )
     parser.add_argument("--json", help="write all figures to a file")
     options = parser.parse_args()
     low, high = parse_ranks(options.ranks)
-    links = {"latency_us": 60, "gbit_per_s": options.leaf_mbit / 1e3, "ranks": {"0": {"gbit_per_s": options.hub_mbit / 1e3}}}
+    links = {
+        "latency_us": 60,
+        "gbit_per_s": options.leaf_mbit / 1e3,
+        "ranks": {"0": {"gbit_per_s": options.hub_mbit / 1e3}},
+    }
     predicted: list[Point] = []
     measured: dict[int, dict[str, float]] = {}
     free: dict[int, float] = {}

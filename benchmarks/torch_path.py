@@ -20,7 +20,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from hostring.launch import launch
+from hostring.launch.ranks import launch
 
 WAYS = ("Comm.all_reduce", "torch's wrapper, then Comm", "process group", "dist.all_reduce")
 
@@ -42,7 +42,9 @@ def work(options: argparse.Namespace) -> None:
     comm, nothing, blocking = group.comm, _nothing(dist), c10d.AllreduceOptions()
     blocking.asyncOp = False
     if rank == 0:
-        print(f"{options.ranks} ranks, transport {options.transport}, {options.dtype}; median us, and above Comm.all_reduce")
+        print(
+            f"{options.ranks} ranks, transport {options.transport}, {options.dtype}; median us, and above Comm.all_reduce"
+        )
         print(f"{'elements':>9}" + "".join(f"  {way:>26}" for way in WAYS))
     for n_elements in map(int, options.elements.split(",")):
         x = torch.zeros(n_elements, dtype=getattr(torch, options.dtype))

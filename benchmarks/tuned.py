@@ -22,7 +22,7 @@ from typing import Any
 
 from links import Switch, start_ranks, wait_ranks
 
-from hostring.launch import launch
+from hostring.launch.ranks import launch
 
 WAYS = "auto,mesh/one_shot,mesh/two_shot,ring/relay,ring/chain,star"
 
@@ -42,15 +42,29 @@ def compare(world_size: int, options: argparse.Namespace) -> list[dict[str, Any]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         rates = [options.mbit] * world_size
-        hosts = stack.enter_context(Switch(world_size, rates, burst=options.burst)) if options.mbit is not None else None
+        hosts = (
+            stack.enter_context(Switch(world_size, rates, burst=options.burst)) if options.mbit is not None else None
+        )
         tuning, out = str(folder / "tuning.json"), folder / "rows.json"
         common = ["--sizes", options.sizes, "--transport", "tcp", "--pin"]
         if not options.defaults:
             effort = ["--rounds", str(options.rounds), "--seconds", str(options.seconds)]
-            run(hosts, ["hostring.cli", "tune", *common, *effort, "--output", tuning], world_size, {}, options.timeout)
+            run(
+                hosts,
+                ["hostring.commands.cli", "tune", *common, *effort, "--output", tuning],
+                world_size,
+                {},
+                options.timeout,
+            )
         env = {"HOSTRING_TUNING": "off" if options.defaults else tuning}
         effort = ["--rounds", str(options.rounds), "--seconds", str(options.seconds), "--json", str(out)]
-        run(hosts, ["hostring.bench", "all_reduce", *common, *effort, "--topology", WAYS], world_size, env, options.timeout)
+        run(
+            hosts,
+            ["hostring.bench", "all_reduce", *common, *effort, "--topology", WAYS],
+            world_size,
+            env,
+            options.timeout,
+        )
         rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
     return rows
 
@@ -86,7 +100,10 @@ def main() -> int:
         for nbytes, chosen, best, over in verdicts(rows):
             bad = over > options.within and chosen != best
             off += bad
-            print(f"  {nbytes:>9} bytes: {chosen:<15} best {best:<15} {100 * over:+6.1f} %{'  <- off' if bad else ''}", flush=True)
+            print(
+                f"  {nbytes:>9} bytes: {chosen:<15} best {best:<15} {100 * over:+6.1f} %{'  <- off' if bad else ''}",
+                flush=True,
+            )
     if options.json:
         Path(options.json).write_text(json.dumps({"cores": os.cpu_count(), "rows": all_rows}, indent=1) + "\n")
     print(f"{off} choices are more than {100 * options.within:.0f} % off")

@@ -15,7 +15,9 @@ import numpy as np
 import hostring
 
 with hostring.init() as comm:
-    x = np.random.default_rng(comm.rank).standard_normal(1000).astype([np.float16, np.float32][comm.rank % 2])  # unlike ranks
+    x = (
+        np.random.default_rng(comm.rank).standard_normal(1000).astype([np.float16, np.float32][comm.rank % 2])
+    )  # unlike ranks
     total = comm.all_reduce(x.astype(np.float32))
     digests = comm.all_gather(np.frombuffer(hashlib.sha256(total).digest(), np.uint8))
     if comm.rank == 0:

@@ -46,7 +46,9 @@ def main() -> None:
         seconds = time.perf_counter() - started
         same = torch.equal(tokens, whole.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0))
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks: logits differ from one process by {difference:.1e}, tokens are the same: {same}")
+        print(
+            f"{dist.get_world_size()} ranks: logits differ from one process by {difference:.1e}, tokens are the same: {same}"
+        )
         print(f"{32 / seconds:.0f} tokens/s")
     dist.destroy_process_group()
 

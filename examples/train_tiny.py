@@ -27,9 +27,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 import hostring
-from hostring.integrations.llm.config import ModelConfig
-from hostring.integrations.llm.layout import to_hf_state
-from hostring.integrations.llm.qwen import Decoder
+from hostring.integrations.llm.checkpoint.layout import to_hf_state
+from hostring.integrations.llm.model.config import ModelConfig
+from hostring.integrations.llm.model.qwen import Decoder
 
 END = "<|endoftext|>"
 VOCAB = 2053  # prime, as are 5 KV heads; the FFN is 19 * 23 wide: nothing divides by two or three ranks
@@ -54,7 +54,9 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -118,7 +120,10 @@ class Training:
         self.held_out = stream(self.tokenizer, texts[::HELD_OUT_EVERY])
         self.model = Decoder(ModelConfig(VOCAB, 160, 437, 4, 10, 5, 32, max_position_embeddings=512)).initialise(seed=1)
         self.flat = Flat.of(self.model)
-        groups = [{"params": [self.flat.matrices], "weight_decay": DECAY}, {"params": [self.flat.vectors], "weight_decay": 0.0}]
+        groups = [
+            {"params": [self.flat.matrices], "weight_decay": DECAY},
+            {"params": [self.flat.vectors], "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
         self.step, self.elapsed, self.loss = 0, 0.0, math.nan
         self.checkpoint = Path(args.checkpoint or f"{args.out}.checkpoint.pt")
@@ -169,7 +174,9 @@ class Training:
 
     def describe(self, seconds_per_step: float) -> str:
         waited = self.comm.counters.waited_for
-        whom = f", waited {sum(waited.values()):.0f} s for rank {max(waited, key=lambda r: waited[r])}" if waited else ""
+        whom = (
+            f", waited {sum(waited.values()):.0f} s for rank {max(waited, key=lambda r: waited[r])}" if waited else ""
+        )
         return f"step {self.step}, loss {self.loss:.3f}, {self.tokens_per_step / seconds_per_step:,.0f} tokens/s{whom}"
 
     def save_checkpoint(self) -> None:
@@ -196,14 +203,18 @@ class Training:
         rows = self.held_out[: (len(self.held_out) - 1) // window * window + 1].unfold(0, window + 1, window)
         sums = torch.zeros(2)
         for row in rows[self.comm.rank :: self.comm.world_size]:
-            sums += torch.tensor([F.cross_entropy(self.model(row[None, :-1])[0], row[1:], reduction="sum").item(), window])
+            sums += torch.tensor(
+                [F.cross_entropy(self.model(row[None, :-1])[0], row[1:], reduction="sum").item(), window]
+            )
         total, count = self.comm.all_reduce(sums).tolist()
         return float(total / count)
 
     def finish(self) -> None:
         digests = self.comm.all_gather(self.flat.digest())  # (world_size, 32)
         if not (digests == digests[0]).all():
-            raise SystemExit(f"rank {self.comm.rank}: the weights of the ranks differ: {[bytes(d).hex()[:16] for d in digests]}")
+            raise SystemExit(
+                f"rank {self.comm.rank}: the weights of the ranks differ: {[bytes(d).hex()[:16] for d in digests]}"
+            )
         held_out = self.held_out_loss()
         if self.comm.rank == 0:
             save_model(Path(self.args.out), self.model, self.tokenizer)
@@ -212,7 +223,9 @@ class Training:
                 f"{self.step} steps of {self.tokens_per_step} tokens ({self.step * self.tokens_per_step / len(self.ids):.1f} passes over "
                 f"{len(self.ids)} tokens), loss {self.loss:.3f}, on held-out chapters {held_out:.3f}"
             )
-            print(f"weights sha256 {bytes(digests[0]).hex()} on all {self.comm.world_size} ranks; wrote {self.args.out}")
+            print(
+                f"weights sha256 {bytes(digests[0]).hex()} on all {self.comm.world_size} ranks; wrote {self.args.out}"
+            )
 
 
 def save_model(out: Path, model: Decoder, tokenizer: Tokenizer) -> None:
@@ -221,12 +234,22 @@ def save_model(out: Path, model: Decoder, tokenizer: Tokenizer) -> None:
     end = tokenizer.token_to_id(END)
     specials = {"eos_token_id": end, "bos_token_id": None, "pad_token_id": None}
     tied = model.config.tie_word_embeddings
-    tensors = {n: t.to(torch.bfloat16).contiguous() for n, t in to_hf_state(model).items() if not (tied and n == "lm_head.weight")}
+    tensors = {
+        n: t.to(torch.bfloat16).contiguous()
+        for n, t in to_hf_state(model).items()
+        if not (tied and n == "lm_head.weight")
+    }
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     files = {
         "config.json": {**model.config.to_hf(), **specials, "torch_dtype": "bfloat16", "use_cache": True},
-        "generation_config.json": {"eos_token_id": end, "do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.95},
+        "generation_config.json": {
+            "eos_token_id": end,
+            "do_sample": True,
+            "temperature": 0.7,
+            "top_k": 40,
+            "top_p": 0.95,
+        },
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": END,
@@ -246,7 +269,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--windows", type=int, default=8, help="windows per rank and step")
     parser.add_argument("--window", type=int, default=192, help="tokens per window")
-    parser.add_argument("--checkpoint", help="written every minute, resumed from if it exists; OUT.checkpoint.pt by default")
+    parser.add_argument(
+        "--checkpoint", help="written every minute, resumed from if it exists; OUT.checkpoint.pt by default"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     with hostring.init() as comm:

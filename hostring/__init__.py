@@ -6,11 +6,13 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from . import torch_hook
+from hostring import torch_hook
 
 if TYPE_CHECKING:
-    from .comm import Comm
-    from .errors import (
+    from hostring.arrays.staging import Adapter, register_adapter
+    from hostring.comm import Comm
+    from hostring.engine.work import Work
+    from hostring.errors import (
         CollectiveMismatch,
         GroupClosedError,
         HandshakeError,
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
         ProtocolError,
         RendezvousError,
     )
-    from .staging import Adapter, register_adapter
-    from .work import Work
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-_HOMES = {"Comm": "comm", "Adapter": "staging", "register_adapter": "staging", "Work": "work"}
+_HOMES = {"Comm": "comm", "Adapter": "arrays.staging", "register_adapter": "arrays.staging", "Work": "engine.work"}
 
 
 def __getattr__(name: str) -> Any:
@@ -90,17 +90,18 @@ def init(
         ValueError: names that are unknown or don't go together; nothing was opened.
         RendezvousError, HandshakeError: the ranks did not find each other, or don't agree. The message names who.
     """
-    from . import bootstrap
-    from .comm import Comm, contract, neighbours
-    from .config import from_environment
-    from .orphans import end_with_launcher
+    from hostring.comm import Comm, contract, neighbours
+    from hostring.group.config import from_environment
+    from hostring.group.group import connect
+    from hostring.group.group import rejoin as come_back
+    from hostring.launch.orphans import end_with_launcher
 
     config = from_environment(
         rank, world_size, topology=topology, order=order, wire=wire, transport=transport, timeout=timeout, store=store
     )
     end_with_launcher()
     declared = contract(config.topology, config.order, config.wire)
-    form = bootstrap.rejoin if (os.environ.get("HOSTRING_REJOIN") == "1" if rejoin is None else rejoin) else bootstrap.connect
+    form = come_back if (os.environ.get("HOSTRING_REJOIN") == "1" if rejoin is None else rejoin) else connect
     group = form(config, neighbours=neighbours(config.topology, config.order), contract=declared)
     return Comm(group, topology=config.topology, order=config.order, wire=config.wire, timeout=config.timeout)
 

@@ -1,5 +1,5 @@
 """`python -m hostring` is `hostring`."""
 
-from hostring.cli import main
+from hostring.commands.cli import main
 
 main()

@@ -13,18 +13,32 @@ from typing import Any, Final
 
 import numpy as np
 
-from . import bootstrap
-from .agreement import agree
-from .caller import NOTHING, Caller, check_out, check_tag
-from .counters import STAGE
-from .dtypes import BFLOAT16, BLOCK, BY_NAME, FLOAT16, FLOAT32, MXINT8, WIRES, Array, DType, carrier, check_op, nbytes_of, wire_dtype
-from .errors import CollectiveMismatch, HostringError
-from .fold import divide
-from .outgoing import Buffers
-from .rules import read_rules
-from .schedule import Schedule, batches, offsets, split_evenly
-from .staging import ADAPTERS, adapter_for
-from .topologies import TOPOLOGIES
+from hostring.arrays.dtypes import (
+    BFLOAT16,
+    BLOCK,
+    BY_NAME,
+    FLOAT16,
+    FLOAT32,
+    MXINT8,
+    WIRES,
+    Array,
+    DType,
+    carrier,
+    check_op,
+    nbytes_of,
+    wire_dtype,
+)
+from hostring.arrays.fold import divide
+from hostring.arrays.staging import ADAPTERS, adapter_for
+from hostring.engine.counters import STAGE
+from hostring.engine.sending import Buffers
+from hostring.engine.session import NOTHING, Caller, check_out, check_tag
+from hostring.errors import CollectiveMismatch, HostringError
+from hostring.group.group import Group
+from hostring.topologies import TOPOLOGIES
+from hostring.topologies.rules import read_rules
+from hostring.topologies.schedule import Schedule, batches, offsets, split_evenly
+from hostring.tuning.agreement import agree
 
 _JOINED: Final = 1 << 12  # elements up to which an array is joined with others: more are not worth two copies
 _MOST_JOINED: Final = 1 << 17  # elements of a joined buffer
@@ -43,7 +57,7 @@ class Comm(Caller):
         counters: see `Counters`.
     """
 
-    def __init__(self, group: bootstrap.Group, *, topology: str, order: str, timeout: float, wire: str = "float32") -> None:
+    def __init__(self, group: Group, *, topology: str, order: str, timeout: float, wire: str = "float32") -> None:
         super().__init__(group, topology=topology, order=order, wire=wire, timeout=timeout)
         try:
             agree(self)
@@ -87,7 +101,9 @@ class Comm(Caller):
         if view is not None and not (self._narrows and view.dtype == FLOAT32):
             program = self._programs.get((view.size, view.dtype, op, detail))
             if program is not None and (direct := program.direct) is not None:
-                self._run_direct(direct, view if program.carried is None else view.view(program.carried), None, timeout, started)
+                self._run_direct(
+                    direct, view if program.carried is None else view.view(program.carried), None, timeout, started
+                )
                 if op == "avg":
                     divide(view, self.world_size)
                 return x
@@ -101,7 +117,9 @@ class Comm(Caller):
         if view is not None and own == dtype:
             planner = self._planner
             whole = (
-                planner.all_reduce(n_elements, wire, op, None, detail) if wire is dtype else planner.narrow(n_elements, dtype, op, detail)
+                planner.all_reduce(n_elements, wire, op, None, detail)
+                if wire is dtype
+                else planner.narrow(n_elements, dtype, op, detail)
             )
             if whole is not None:
                 self._run(whole, Buffers(view.view(carrier(dtype)), NOTHING), timeout, started)
@@ -121,7 +139,9 @@ class Comm(Caller):
             divide(data, self.world_size)
         return x
 
-    def all_reduce_coalesced(self, xs: Iterable[Any], op: str = "sum", *, async_op: bool = False, timeout: float | None = None) -> Any:
+    def all_reduce_coalesced(
+        self, xs: Iterable[Any], op: str = "sum", *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
         """Like `all_reduce` of each of several arrays, in one call: small ones together take the time of one.
 
         Args:
@@ -146,7 +166,9 @@ class Comm(Caller):
             check_op(op, dtype)
         if len({wire_dtype(dtype) for dtype in dtypes}) > 1:
             names = ", ".join(sorted(dtype.name for dtype in dtypes))
-            raise TypeError(f"all_reduce_coalesced: arrays of {names} are not folded in one dtype; make a call for each")
+            raise TypeError(
+                f"all_reduce_coalesced: arrays of {names} are not folded in one dtype; make a call for each"
+            )
         joint = dtypes.pop() if len(dtypes) == 1 else FLOAT32
         return self._start("all_reduce", lambda: self._all_reduce_coalesced(arrays, joint, op, timeout), async_op)
 
@@ -160,7 +182,9 @@ class Comm(Caller):
                 arrays[k] = result
         return arrays
 
-    def _all_reduce_joined(self, arrays: list[Any], dtype: DType, op: str, timeout: float | None, detail: int | None) -> list[Any]:
+    def _all_reduce_joined(
+        self, arrays: list[Any], dtype: DType, op: str, timeout: float | None, detail: int | None
+    ) -> list[Any]:
         """An all-reduce of arrays one after the other in one buffer of `dtype`; of one alone where it is."""
         if len(arrays) == 1:
             return [self._all_reduce(arrays[0], op, timeout, detail)]
@@ -187,7 +211,9 @@ class Comm(Caller):
         self.counters.phases[STAGE] += perf_counter() - started
         return arrays
 
-    def reduce(self, x: Any, root: int = 0, op: str = "sum", *, async_op: bool = False, timeout: float | None = None) -> Any:
+    def reduce(
+        self, x: Any, root: int = 0, op: str = "sum", *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
         """Like `all_reduce`, but only `root` gets the result; `x` of the others is left as it is and returned."""
         root = self._check_rank(root, "root")
         self._check(x, op)
@@ -248,7 +274,9 @@ class Comm(Caller):
             result[...] = data
             self._alone("reduce_scatter", x)
         else:
-            program = self._planner.reduction("reduce_scatter", data.size, wire, op, None if raw is None else own, counts)
+            program = self._planner.reduction(
+                "reduce_scatter", data.size, wire, op, None if raw is None else own, counts
+            )
             self._run(program, Buffers(data, result, raw), timeout, started)
         if op == "avg":
             divide(result, self.world_size)
@@ -273,7 +301,13 @@ class Comm(Caller):
         return x if view is not None or self.rank == root else self._unstage(adapter, data.view(program.dtype), x, "")
 
     def all_gather(
-        self, x: Any, *, counts: Sequence[int] | None = None, out: Any = None, async_op: bool = False, timeout: float | None = None
+        self,
+        x: Any,
+        *,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """Give `x` of every rank to all.
 
@@ -360,9 +394,15 @@ class Comm(Caller):
         uneven = send_counts is not None or recv_counts is not None
         return self._start("all_to_all", lambda: self._all_to_all(x, rows, recv_counts, uneven, out, timeout), async_op)
 
-    def _all_to_all(self, x: Any, rows: list[int], recv_counts: Sequence[int] | None, uneven: bool, out: Any, timeout: float | None) -> Any:
+    def _all_to_all(
+        self, x: Any, rows: list[int], recv_counts: Sequence[int] | None, uneven: bool, out: Any, timeout: float | None
+    ) -> Any:
         n, mine = self.world_size, np.array(rows, np.int64)
-        matrix = self._move("all_gather", mine, (n,) * n, (n, n), None, timeout) if uneven and n > 1 else np.tile(mine, (n, 1))
+        matrix = (
+            self._move("all_gather", mine, (n,) * n, (n, n), None, timeout)
+            if uneven and n > 1
+            else np.tile(mine, (n, 1))
+        )
         received = [int(r) for r in matrix[:, self.rank]]
         if recv_counts is not None and received != [operator.index(c) for c in recv_counts]:
             what = f"all_to_all: rank {self.rank} expects {list(recv_counts)} rows, the others send it {received}"
@@ -448,7 +488,9 @@ class Comm(Caller):
         work = self._messenger.send(data, dst, tag, self.timeout if timeout is None else timeout, async_op, owner=x)
         return work if async_op else self._finish(work)
 
-    def recv(self, x: Any, src: int | None = None, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
+    def recv(
+        self, x: Any, src: int | None = None, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
         """Receive into `x` the next message with `tag` from rank `src`, or from any rank when it is None.
 
         Floats are rounded to the dtype of `x`. Returns `x` (or a new array where `x` is immutable), or a `Work` with
@@ -466,7 +508,13 @@ class Comm(Caller):
         data = np.empty(math.prod(x.shape), dtype) if view is None else view
         put_back = None if view is not None else lambda: adapter.from_wire(data, x)
         work = self._messenger.recv(
-            data, src, tag, self.timeout if timeout is None else timeout, x if view is not None else None, put_back, async_op
+            data,
+            src,
+            tag,
+            self.timeout if timeout is None else timeout,
+            x if view is not None else None,
+            put_back,
+            async_op,
         )
         return work if async_op else self._finish(work)
 
@@ -478,7 +526,9 @@ class Comm(Caller):
 
     # ------------------------------------------------------------------ the group itself
 
-    def split(self, color: int | None, key: int | None = None, *, topology: str | None = None, order: str | None = None) -> Comm | None:
+    def split(
+        self, color: int | None, key: int | None = None, *, topology: str | None = None, order: str | None = None
+    ) -> Comm | None:
         """Make a group of all ranks that name the same `color`, with links of its own, ranked by `key`, then by rank here.
 
         Every rank of this group must call it. Returns None for a rank whose `color` is None.
@@ -491,7 +541,9 @@ class Comm(Caller):
         if color is not None and operator.index(color) < 0:
             raise ValueError(f"color={color} must be 0 or more, or None to join no group")
         pairs = self.all_gather(np.array([-1 if color is None else color, self.rank if key is None else key], np.int64))
-        members = sorted((r for r in range(self.world_size) if pairs[r][0] == color), key=lambda r: (int(pairs[r][1]), r))
+        members = sorted(
+            (r for r in range(self.world_size) if pairs[r][0] == color), key=lambda r: (int(pairs[r][1]), r)
+        )
         name = f"{self._seq}.{color}"
         if color is None:
             self._exchange(b"")

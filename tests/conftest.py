@@ -13,14 +13,18 @@ import hypothesis
 import pytest
 
 import hostring
-from hostring.rendezvous import MemoryStore
+from hostring.group.rendezvous import MemoryStore
 
 DEADLINE = 60.0
 
 hypothesis.settings.register_profile("hostring", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("hostring")  # how long an example takes says something of the machine, not of what is tested
+hypothesis.settings.load_profile(
+    "hostring"
+)  # how long an example takes says something of the machine, not of what is tested
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; what tests start would inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in the background of a script; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -66,7 +70,9 @@ def run_ranks() -> Callable[..., list[Any]]:
     return in_threads
 
 
-def _process_body(queue: Any, rank: int, world_size: int, fn: Callable[..., Any], address: str, kwargs: dict[str, Any]) -> None:
+def _process_body(
+    queue: Any, rank: int, world_size: int, fn: Callable[..., Any], address: str, kwargs: dict[str, Any]
+) -> None:
     import os
 
     os.environ.update(MASTER_ADDR=address.rpartition(":")[0], MASTER_PORT=address.rpartition(":")[2])
@@ -77,7 +83,9 @@ def _process_body(queue: Any, rank: int, world_size: int, fn: Callable[..., Any]
         queue.put((rank, "error", f"{type(exc).__name__}: {exc}"))
 
 
-def in_processes(world_size: int, fn: Callable[..., Any], *, deadline: float = DEADLINE, **kwargs: Any) -> list[tuple[str, Any]]:
+def in_processes(
+    world_size: int, fn: Callable[..., Any], *, deadline: float = DEADLINE, **kwargs: Any
+) -> list[tuple[str, Any]]:
     """Run a module-level `fn(comm)` as spawned processes.
 
     Returns ("ok", result), ("error", text), ("died", code) or ("hung", None) by rank.
@@ -92,7 +100,8 @@ def in_processes(world_size: int, fn: Callable[..., Any], *, deadline: float = D
     queue = context.Queue()
     kwargs = {"timeout": 30.0, **kwargs}
     children = [
-        context.Process(target=_process_body, args=(queue, r, world_size, fn, address, kwargs), daemon=True) for r in range(world_size)
+        context.Process(target=_process_body, args=(queue, r, world_size, fn, address, kwargs), daemon=True)
+        for r in range(world_size)
     ]
     for child in children:
         child.start()

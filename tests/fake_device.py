@@ -111,7 +111,9 @@ def host(t: torch.Tensor) -> torch.Tensor:
 def _empty(size: Any, *, dtype: Any = None, **_: Any) -> torch.Tensor:
     dtype = dtype or torch.get_default_dtype()
     memory = torch.zeros(max(1, math.prod(size)), dtype=dtype)
-    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), torch.device("fake:0"), math.prod(size) * dtype.itemsize)
+    storage = torch._C._construct_storage_from_data_pointer(
+        memory.data_ptr(), torch.device("fake:0"), math.prod(size) * dtype.itemsize
+    )
     _memory[storage._cdata] = memory
     return _set(torch._C._acc.create_empty_tensor([0], dtype), storage, size)
 
@@ -149,7 +151,9 @@ def _borrowed(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Any other operator: the host's kernel on the memory behind the tensors. What it changes or looks at stays the same memory."""
     _refuse_mixed(op, args)
     module.current_stream().run()
-    behind: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of the host's: it, which keeps the id, and the one it stands for
+    behind: dict[
+        int, tuple[torch.Tensor, torch.Tensor]
+    ] = {}  # by id of the host's: it, which keeps the id, and the one it stands for
 
     def to_host(x: Any) -> Any:
         if isinstance(x, torch.device):
@@ -193,7 +197,9 @@ def _refuse_mixed(op: Any, args: Any) -> None:
 
 def _set(t: torch.Tensor, storage: Any, size: Any) -> torch.Tensor:
     strides = [math.prod(max(1, n) for n in size[k + 1 :]) for k in range(len(size))]
-    return torch.ops.aten.set_.source_Storage_storage_offset.redispatch(_HOST_KERNELS, t, storage, 0, list(size), strides)
+    return torch.ops.aten.set_.source_Storage_storage_offset.redispatch(
+        _HOST_KERNELS, t, storage, 0, list(size), strides
+    )
 
 
 def _scaled(t: torch.Tensor, factor: Any) -> torch.Tensor:

@@ -19,13 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hostring import bootstrap, streams, wiring
 from hostring.comm import Comm, contract, neighbours
-from hostring.config import from_environment
-from hostring.link import Link
-from hostring.message import PREFIX, framed, pack
-from hostring.store_client import MESSAGE_LIMIT, TcpStore
-from hostring.wire import HEADER_BYTES, MAGIC
+from hostring.engine.frames import HEADER_BYTES, MAGIC
+from hostring.group import dialing as wiring
+from hostring.group.config import from_environment
+from hostring.group.group import connect
+from hostring.store import streams
+from hostring.store.client import MESSAGE_LIMIT, TcpStore
+from hostring.store.protocol import PREFIX, framed, pack
+from hostring.transports.link import Link
 
 FATAL = ("kill", "stop", "close", "blackhole", "reset", "truncated", "junk", "oversized")
 HARMLESS = ("fragments", "slow")
@@ -101,7 +103,13 @@ class FaultyLink:
 
     def __init__(self, link: Any, fault: Fault) -> None:
         self._link, self._fault = link, fault
-        self.peer, self.fileno, self.arm, self.close, self.abort = link.peer, link.fileno, link.arm, link.close, link.abort
+        self.peer, self.fileno, self.arm, self.close, self.abort = (
+            link.peer,
+            link.fileno,
+            link.arm,
+            link.close,
+            link.abort,
+        )
         self.sock = link._sock
         self._next_read = 0.0
 
@@ -121,7 +129,9 @@ class FaultyLink:
         return self._read(memoryview(view).cast("B"))
 
     def recv_into_all(self, views: Sequence[Any]) -> int:
-        return self._read(next((flat for v in views if memoryview(v).nbytes and (flat := memoryview(v).cast("B"))), memoryview(b"")))
+        return self._read(
+            next((flat for v in views if memoryview(v).nbytes and (flat := memoryview(v).cast("B"))), memoryview(b""))
+        )
 
     def _read(self, view: memoryview) -> int:
         fault = self._fault
@@ -145,7 +155,11 @@ class FaultyLink:
             self._link.send([b"".join(views)[: min(total - 1, HEADER_BYTES + 20)]])
             vanish(fault.links)
             raise Vanished
-        header = random.Random(7).randbytes(HEADER_BYTES) if fault.name == "junk" else bytes(views[0][:-8]) + struct.pack("<Q", 1 << 40)
+        header = (
+            random.Random(7).randbytes(HEADER_BYTES)
+            if fault.name == "junk"
+            else bytes(views[0][:-8]) + struct.pack("<Q", 1 << 40)
+        )
         self._link.send([header, *views[1:]])
         return total
 
@@ -158,9 +172,16 @@ def join(
     order = "tree" if topology == "tree" else "rank"
     environ = {} if hosts_spec is None else {"HOSTRING_INTERFACE": hosts_spec}
     config = from_environment(
-        rank, world_size, topology=topology, order=order, transport=transport, timeout=timeout, store=store, environ=environ
+        rank,
+        world_size,
+        topology=topology,
+        order=order,
+        transport=transport,
+        timeout=timeout,
+        store=store,
+        environ=environ,
     )
-    group = bootstrap.connect(config, neighbours=neighbours(topology, order), contract=contract(topology, order))
+    group = connect(config, neighbours=neighbours(topology, order), contract=contract(topology, order))
     if fault is not None:
         fault.links = group.links
         group.data = {peer: FaultyLink(link, fault) for peer, link in group.data.items()}

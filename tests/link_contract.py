@@ -310,7 +310,10 @@ def check_no_lost_wakeup(pair: Pair) -> None:
         except BaseException as exc:
             failures.append(exc)
 
-    threads = [threading.Thread(target=play, args=(pair[0], True)), threading.Thread(target=play, args=(pair[1], False))]
+    threads = [
+        threading.Thread(target=play, args=(pair[0], True)),
+        threading.Thread(target=play, args=(pair[1], False)),
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

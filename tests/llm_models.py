@@ -33,7 +33,9 @@ LLAMA3 = {
 }
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3-tied": lambda: transformers.Qwen3Config(head_dim=16, tie_word_embeddings=True, **SHAPES),
-    "qwen3-untied-biased": lambda: transformers.Qwen3Config(head_dim=8, tie_word_embeddings=False, attention_bias=True, **SHAPES),
+    "qwen3-untied-biased": lambda: transformers.Qwen3Config(
+        head_dim=8, tie_word_embeddings=False, attention_bias=True, **SHAPES
+    ),
     "qwen2": lambda: transformers.Qwen2Config(tie_word_embeddings=False, **SHAPES),
     "llama": lambda: transformers.LlamaConfig(head_dim=12, tie_word_embeddings=True, **SHAPES),
     "llama-biased-long": lambda: transformers.LlamaConfig(
@@ -72,7 +74,10 @@ def byte_tokenizer(vocab_size: int = 400) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet() if vocab_size >= 258 else []
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<start>", "<end>"], initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=["<start>", "<end>"],
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT] * 4, trainer)
     return tokenizer

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from hostring import Comm
-from hostring.dtypes import BY_NAME
+from hostring.arrays.dtypes import BY_NAME
 
 HELD = {
     ("mesh", "one_shot"): ("rank", "ring", "tree"),

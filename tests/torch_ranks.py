@@ -118,7 +118,9 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
                 with contextlib.suppress(ConnectionError):  # it has died since its last answer: `_collect` will see
-                    self._workers[rank][1].send((fn, Group(rank, world_size, backend, folder), args, dict(kwargs), env or {}))
+                    self._workers[rank][1].send(
+                        (fn, Group(rank, world_size, backend, folder), args, dict(kwargs), env or {})
+                    )
             return self._collect(world_size)
 
     def _grow(self, world_size: int) -> None:

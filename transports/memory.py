@@ -9,7 +9,7 @@ import threading
 from collections.abc import Hashable, Sequence
 
 from hostring.errors import PeerLostError
-from hostring.link import Buffer
+from hostring.transports.link import Buffer
 
 CAPACITY = 1 << 20
 """Bytes in flight per direction before `send` takes no more, so that back pressure is as real as on a socket."""
@@ -18,7 +18,17 @@ CAPACITY = 1 << 20
 class _Stream:
     """One direction. Only the writer changes `written` and `ended`, only the reader changes `read`, so neither needs a lock."""
 
-    __slots__ = ("broken", "capacity", "data", "ended", "read", "reader_gone", "reader_sleeps", "writer_sleeps", "written")
+    __slots__ = (
+        "broken",
+        "capacity",
+        "data",
+        "ended",
+        "read",
+        "reader_gone",
+        "reader_sleeps",
+        "writer_sleeps",
+        "written",
+    )
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -93,7 +93,12 @@ def share(
     links = {}
     for wire, pair in pairs.items():
         if pair.memory is None:
-            log.info("hostring: the %s link with rank %d stays on its socket, without shared memory: %s", wire[1], pair.peer, pair.why)
+            log.info(
+                "hostring: the %s link with rank %d stays on its socket, without shared memory: %s",
+                wire[1],
+                pair.peer,
+                pair.why,
+            )
         else:
             links[wire] = ShmLink(pair.sock, pair.peer, pair.memory, pair.capacity, 0 if pair.dialled else 1)
     return links
@@ -186,7 +191,9 @@ def _read_nonce(pair: _Pair, side: int) -> bytes:
 
 
 def _confused(pair: _Pair) -> RendezvousError:
-    return RendezvousError(f"rank {pair.peer} does not speak of shared memory on its link; give all ranks the same transport=", pair.peer)
+    return RendezvousError(
+        f"rank {pair.peer} does not speak of shared memory on its link; give all ranks the same transport=", pair.peer
+    )
 
 
 def _send(pair: _Pair, data: bytes, fd: int | None = None) -> None:
@@ -213,7 +220,9 @@ def _receive(pair: _Pair, nbytes: int, deadline: float) -> tuple[bytes, list[int
             if left <= 0 or not poll.poll(left * 1000):
                 raise RendezvousError(f"rank {pair.peer} said nothing on shared memory by the deadline", pair.peer)
             with contextlib.suppress(BlockingIOError):
-                more, control, _, _ = pair.sock.recvmsg(nbytes - len(data), socket.CMSG_SPACE(4 * fds.itemsize), _CLOEXEC)
+                more, control, _, _ = pair.sock.recvmsg(
+                    nbytes - len(data), socket.CMSG_SPACE(4 * fds.itemsize), _CLOEXEC
+                )
                 for level, kind, payload in control:
                     if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                         fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])

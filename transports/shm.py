@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from hostring.errors import PeerLostError
-from hostring.link import Buffer
+from hostring.transports.link import Buffer
 from hostring.transports.mapping import DIRECTION, PAGE, READ, READER_SLEEPS, WRITER_SLEEPS
 
 PIECE: Final = 1 << 17
@@ -43,7 +43,9 @@ def unsupported() -> str:
     """Why this machine can't have links like these; empty when it can."""
     machine = platform.machine().lower()
     if machine not in ("x86_64", "amd64", "aarch64", "arm64") or sys.maxsize < 1 << 32:
-        return f"{machine} with {sys.maxsize.bit_length() + 1} bits is not known to order memory as a shared ring needs it"
+        return (
+            f"{machine} with {sys.maxsize.bit_length() + 1} bits is not known to order memory as a shared ring needs it"
+        )
     if not hasattr(socket, "AF_UNIX") or not hasattr(socket.socket, "sendmsg"):
         return f"{sys.platform} can't pass memory over a socket"
     return ""
@@ -83,7 +85,10 @@ class ShmLink:
         self._sleeps_in = self._sleeps_out = False  # whether the last `arm` asked for a bell
         self._over = ""  # why nothing more will come or go
         self._turns = _PATIENCE
-        incoming, outgoing = threading.Lock(), threading.Lock()  # held by nobody else, and never waited for: they are barriers
+        incoming, outgoing = (
+            threading.Lock(),
+            threading.Lock(),
+        )  # held by nobody else, and never waited for: they are barriers
         self._acquire_in, self._release_in = incoming.acquire, incoming.release
         self._acquire_out, self._release_out = outgoing.acquire, outgoing.release
         self._acquire_in()

@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 
-from hostring.addresses import listen
 from hostring.errors import PeerLostError
-from hostring.link import Buffer
+from hostring.transports.addresses import listen
+from hostring.transports.link import Buffer
 
 __all__ = ["SocketLink", "listen", "tune", "wrap"]
 
@@ -101,7 +101,9 @@ class SocketLink:
     def abort(self) -> None:
         """See `Link.abort`."""
         with contextlib.suppress(OSError):
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # on, 0 s: drop the output at close
+            self._sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"
+            )  # on, 0 s: drop the output at close
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def __del__(self) -> None:

@@ -18,14 +18,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from hostring.errors import HandshakeError, PeerLostError
-from hostring.link import Buffer
+from hostring.transports.link import Buffer
 from hostring.transports.tcp import SocketLink, tune
 
 RECORD_NBYTES = 1 << 14
 """The longest TLS record: what one write makes of more is several of them."""
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the P-256 group (FIPS 186-4, D.1.2.3)
-_NOT_YET, _NO_MORE = datetime.datetime(2020, 1, 1), datetime.datetime(2100, 1, 1)  # the token expires, not the certificate
+_NOT_YET, _NO_MORE = (
+    datetime.datetime(2020, 1, 1),
+    datetime.datetime(2100, 1, 1),
+)  # the token expires, not the certificate
 
 
 class TlsLink(SocketLink):
@@ -133,7 +136,9 @@ class Wrapper:
     def __init__(self, secret: bytes, rank: int) -> None:
         self._rank = rank
         chain, key, anchor = _identity(secret)
-        self._contexts = {side: self._context(side, chain, key, anchor) for side in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)}
+        self._contexts = {
+            side: self._context(side, chain, key, anchor) for side in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
+        }
 
     @staticmethod
     def _context(side: int, chain: bytes, key: bytes, anchor: bytes) -> ssl.SSLContext:
@@ -163,9 +168,13 @@ class Wrapper:
         serves = self._rank < peer  # the higher rank dials
         sock.settimeout(max(0.1, deadline - time.monotonic()))
         try:
-            wrapped = self._contexts[ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT].wrap_socket(sock, server_side=serves)
+            wrapped = self._contexts[ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT].wrap_socket(
+                sock, server_side=serves
+            )
         except OSError as exc:
-            raise HandshakeError(f"rank {peer} did not prove by TLS that it belongs to this group: {exc}", peer) from exc
+            raise HandshakeError(
+                f"rank {peer} did not prove by TLS that it belongs to this group: {exc}", peer
+            ) from exc
         return TlsLink(wrapped, peer)
 
 
@@ -183,11 +192,17 @@ def _identity(secret: bytes) -> tuple[bytes, bytes, bytes]:
         def called(what: str) -> x509.Name:
             return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, what)])
 
-        built = x509.CertificateBuilder(called("hostring group"), called(name), key.public_key(), 1 + authority, _NOT_YET, _NO_MORE)
-        signed = built.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True).sign(key, hashes.SHA256())
+        built = x509.CertificateBuilder(
+            called("hostring group"), called(name), key.public_key(), 1 + authority, _NOT_YET, _NO_MORE
+        )
+        signed = built.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True).sign(
+            key, hashes.SHA256()
+        )
         return signed.public_bytes(serialization.Encoding.PEM)
 
-    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
     return certificate("hostring rank", False), private, certificate("hostring group", True)
 
 

@@ -87,7 +87,11 @@ class Case:
             return self.input(root, seed)[slice(*parts[rank])]
         if self.collective == "all_to_all":
             return np.concatenate([self.input(r, seed)[slice(*parts[rank])] for r in range(n)])
-        return None if self.collective == "gather" and rank != root else np.concatenate([self.input(r, seed) for r in range(n)])
+        return (
+            None
+            if self.collective == "gather" and rank != root
+            else np.concatenate([self.input(r, seed) for r in range(n)])
+        )
 
 
 def case(collective: str, op: str, dtype: np.dtype[Any], nbytes: int, world_size: int, order: str) -> Case:

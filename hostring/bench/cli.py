@@ -22,10 +22,16 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command()
 def bench(
-    collectives: Annotated[list[str] | None, typer.Argument(help="Which collectives: all_reduce (default), broadcast, …, or all.")] = None,
-    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="Start so many ranks here; 2 when nothing started us.")] = None,
+    collectives: Annotated[
+        list[str] | None, typer.Argument(help="Which collectives: all_reduce (default), broadcast, …, or all.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", min=1, help="Start so many ranks here; 2 when nothing started us.")
+    ] = None,
     sizes: Annotated[str, typer.Option(help="Sizes and ranges: 64K, 4B:32M (times 4 each), 4B:32M:2.")] = "4B:32M",
-    topology: Annotated[str, typer.Option(help="One or more, side by side: auto, mesh, ring, star, tree, mesh/two_shot, …")] = "auto",
+    topology: Annotated[
+        str, typer.Option(help="One or more, side by side: auto, mesh, ring, star, tree, mesh/two_shot, …")
+    ] = "auto",
     order: Annotated[str, typer.Option(help="Fold order: rank, ring or tree.")] = "rank",
     dtype: Annotated[str, typer.Option(help="One or more dtypes.")] = "float32",
     op: Annotated[str, typer.Option(help="One or more of sum, avg, min, max, prod, band, bor, bxor.")] = "sum",
@@ -33,11 +39,15 @@ def bench(
     transport: Annotated[str, typer.Option(help="One or more, side by side: auto, tcp, unix, shm.")] = "auto",
     array: Annotated[str, typer.Option(help="What hostring gets: numpy or torch.")] = "numpy",
     peers: Annotated[str, typer.Option(help="Measure in the same rounds: gloo.")] = "",
-    decode_loop: Annotated[str, typer.Option(metavar="LAYERS,HIDDEN", help="Not a sweep: two all-reduces per layer and token.")] = "",
+    decode_loop: Annotated[
+        str, typer.Option(metavar="LAYERS,HIDDEN", help="Not a sweep: two all-reduces per layer and token.")
+    ] = "",
     gap_us: Annotated[float, typer.Option(help="With --decode-loop: computing time before each all-reduce.")] = 50.0,
     tokens: Annotated[int, typer.Option(help="With --decode-loop: tokens per round.")] = 50,
     seconds: Annotated[float, typer.Option(help="For one point of one round.")] = 0.1,
-    iterations: Annotated[int | None, typer.Option(min=1, help="Instead of --seconds: calls of one point of one round.")] = None,
+    iterations: Annotated[
+        int | None, typer.Option(min=1, help="Instead of --seconds: calls of one point of one round.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 3,
     check: Annotated[bool, typer.Option(help="Compare results with an independent fold.")] = True,
     pin: Annotated[bool, typer.Option("--pin", help="Put rank r of this machine on core r.")] = False,
@@ -49,14 +59,14 @@ def bench(
     Runs inside torchrun, mpirun, srun or hostring launch; without one it starts the ranks itself. Ends with exit code 1 when
     a result was wrong.
     """
-    from hostring.launchers import launched
+    from hostring.group.environment import launched
 
     options = dict(locals())
     options.pop("launched")
     _check(options)
     place = launched(os.environ)
     if place is None:
-        from hostring.launch import launch
+        from hostring.launch.ranks import launch
 
         raise typer.Exit(launch(["-m", "hostring.bench", *sys.argv[1:]], ranks or 2))
     if ranks not in (None, place.world_size):
@@ -169,8 +179,15 @@ def _contenders(options: dict[str, Any], comm: Any) -> list[Contender]:
     several = [len(names) > 1 for names in sides]
     found: list[Contender] = []
     for transport, wire, name in product(*sides):
-        label = " ".join(part for part, said in zip((name, wire, transport), reversed(several), strict=True) if said) or name
-        meet = {"rank": comm.rank, "world_size": comm.world_size, "store": comm._group.store}  # where the first group met
+        label = (
+            " ".join(part for part, said in zip((name, wire, transport), reversed(several), strict=True) if said)
+            or name
+        )
+        meet = {
+            "rank": comm.rank,
+            "world_size": comm.world_size,
+            "store": comm._group.store,
+        }  # where the first group met
         group = hostring.init(topology=_rule(name), order=options["order"], wire=wire, transport=transport, **meet)
         found.append(Hostring(label, group, options["array"]))
     if options["peers"]:
@@ -189,8 +206,8 @@ def _check(options: dict[str, Any]) -> None:
     Raises:
         ValueError: names the option and what is possible.
     """
-    from hostring.dtypes import WIRES
-    from hostring.rules import read_rules
+    from hostring.arrays.dtypes import WIRES
+    from hostring.topologies.rules import read_rules
 
     _plan(options)
     for name in options["topology"].split(","):
@@ -203,7 +220,11 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def _title(options: dict[str, Any], world_size: int) -> str:
-    what = f"decode loop {options['decode_loop']}" if options["decode_loop"] else ", ".join(options["collectives"] or ["all_reduce"])
+    what = (
+        f"decode loop {options['decode_loop']}"
+        if options["decode_loop"]
+        else ", ".join(options["collectives"] or ["all_reduce"])
+    )
     pinned = ", pinned" if options["pin"] else ""
     arrays = f"{options['array']} {options['dtype']}"
     return f"{what}: {world_size} ranks, transport {options['transport']}, order {options['order']}, {arrays}{pinned}"
@@ -238,5 +259,3 @@ def main() -> None:
         if rank == "0":
             print(f"hostring-bench: {exc}", file=sys.stderr)
         sys.exit(1)
-
-

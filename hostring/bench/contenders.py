@@ -52,7 +52,11 @@ class Hostring:
         brought = x if self._array == "numpy" else _tensor(x)
         if case.collective in ("all_reduce", "reduce"):
             op = case.op
-            return (lambda i: comm.all_reduce(brought, op)) if case.collective == "all_reduce" else lambda i: comm.reduce(brought, i, op)
+            return (
+                (lambda i: comm.all_reduce(brought, op))
+                if case.collective == "all_reduce"
+                else lambda i: comm.reduce(brought, i, op)
+            )
         if case.collective == "reduce_scatter":
             return lambda i: comm.reduce_scatter(brought, case.op)
         if case.collective == "scatter":
@@ -73,7 +77,9 @@ class Hostring:
     def schedule(self, case: Case) -> str:
         if case.collective == "send_recv" or case.world_size == 1:
             return "-"
-        wide = case.dtype.kind not in "biuc" and (case.collective in ("all_reduce", "reduce", "reduce_scatter") or case.dtype.itemsize <= 4)
+        wide = case.dtype.kind not in "biuc" and (
+            case.collective in ("all_reduce", "reduce", "reduce_scatter") or case.dtype.itemsize <= 4
+        )
         itemsize = max(4, case.dtype.itemsize) if wide else case.dtype.itemsize
         share = case.world_size if case.collective in ("all_gather", "gather") else 1
         return self.comm._tuner.choose(case.collective, case.n_elements // share * itemsize, itemsize).name
@@ -134,7 +140,16 @@ class Gloo:
         import torch
 
         dist, n, t = self._dist, self.world_size, _tensor(x)
-        ops = {"sum": "SUM", "avg": "SUM", "min": "MIN", "max": "MAX", "prod": "PRODUCT", "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
+        ops = {
+            "sum": "SUM",
+            "avg": "SUM",
+            "min": "MIN",
+            "max": "MAX",
+            "prod": "PRODUCT",
+            "band": "BAND",
+            "bor": "BOR",
+            "bxor": "BXOR",
+        }
         op = getattr(dist.ReduceOp, ops.get(case.op, "SUM"))
         if case.collective in ("reduce_scatter", "send_recv") or case.op == "avg":
             raise ValueError(f"gloo has no {case.collective} with op={case.op}; leave out --peers gloo")
@@ -150,7 +165,9 @@ class Gloo:
             "reduce": lambda i: finished(dist.reduce(t, i, op), t),
             "broadcast": lambda i: finished(dist.broadcast(t, i), t),
             "all_gather": lambda i: (dist.all_gather(out, t), out)[1],
-            "gather": lambda i: (dist.gather(t, out if self.rank == i else None, i), out if self.rank == i else None)[1],
+            "gather": lambda i: (dist.gather(t, out if self.rank == i else None, i), out if self.rank == i else None)[
+                1
+            ],
             "scatter": lambda i: (dist.scatter(piece, parts if self.rank == i else None, i), piece)[1],
             "all_to_all": lambda i: (dist.all_to_all_single(whole, t), whole)[1],
             "barrier": lambda i: dist.barrier(),

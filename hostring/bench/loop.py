@@ -86,7 +86,9 @@ class LoopRow:
         }
 
 
-def decode_loop(session: Session, loop: Loop, dtype: np.dtype[Any], order: str, progress: Callable[[str], None]) -> Iterator[LoopRow]:
+def decode_loop(
+    session: Session, loop: Loop, dtype: np.dtype[Any], order: str, progress: Callable[[str], None]
+) -> Iterator[LoopRow]:
     """Run the loop with all contenders in interleaved rounds."""
     comm, effort = session.comm, session.effort
     wanted = case("all_reduce", "sum", dtype, loop.hidden * dtype.itemsize, comm.world_size, order)
@@ -132,7 +134,14 @@ def _tokens(call: Call, loop: Loop, count: int) -> tuple[list[float], list[float
 
 
 def _row(
-    comm: Comm, contender: Contender, wanted: Case, loop: Loop, tokens: Array, calls: Array, waited: dict[int, float], wrong: int | None
+    comm: Comm,
+    contender: Contender,
+    wanted: Case,
+    loop: Loop,
+    tokens: Array,
+    calls: Array,
+    waited: dict[int, float],
+    wrong: int | None,
 ) -> LoopRow:
     waiting = np.zeros(comm.world_size)
     for peer, seconds in waited.items():

@@ -103,7 +103,9 @@ class Session:
         for k, contender in enumerate(self.contenders):
             after = self._wrong(case, contender, x, calls[k], seed=2)
             x[...] = 0
-            row = self._row(case, contender, counts[k], samples[k], None if wrong[k] is None else (wrong[k] or 0) + (after or 0))
+            row = self._row(
+                case, contender, counts[k], samples[k], None if wrong[k] is None else (wrong[k] or 0) + (after or 0)
+            )
             first = row.p50 if first is None else first
             row.ratio = row.p50 / first
             yield row
@@ -137,7 +139,9 @@ class Session:
             x[...] = case.input(rank, seed + root)
             got = as_numpy(call(root), case.dtype)
             expected = case.expected(rank, root, seed + root, contender.wire)
-            skipped = not contender.exact and case.collective == "reduce" and rank != root  # gloo leaves partial sums there
+            skipped = (
+                not contender.exact and case.collective == "reduce" and rank != root
+            )  # gloo leaves partial sums there
             if expected is not None and not skipped:
                 wrong += expected.size if got is None else count_wrong(got, expected, contender.exact, case.world_size)
         total = self.comm.all_reduce(np.array([wrong], np.int64))
@@ -149,4 +153,14 @@ class Session:
         middles = [float(np.median(times)) for times in slowest]
         every = np.concatenate(slowest)
         p99, least = float(np.quantile(every, 0.99, method="higher")), float(every.min())
-        return Row(contender.label, contender.schedule(case), case, count, statistics.median(middles), p99, least, wrong, middles)
+        return Row(
+            contender.label,
+            contender.schedule(case),
+            case,
+            count,
+            statistics.median(middles),
+            p99,
+            least,
+            wrong,
+            middles,
+        )

@@ -9,7 +9,15 @@ from hostring.bench.measure import Row
 from hostring.bench.sizes import show
 
 _MOST_SHADED = 3  # more areas on top of each other say nothing
-_STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X")]
+_STYLES = [
+    ("#0072B2", "o"),
+    ("#D55E00", "s"),
+    ("#009E73", "^"),
+    ("#CC79A7", "D"),
+    ("#E69F00", "v"),
+    ("#56B4E9", "P"),
+    ("#000000", "X"),
+]
 
 
 def plot(path: str, rows: Sequence[Row], title: str) -> None:
@@ -35,7 +43,13 @@ def plot(path: str, rows: Sequence[Row], title: str) -> None:
         colour, marker = _STYLES[k % len(_STYLES)]
         dashes = "-" if k < len(_STYLES) else "--"
         x = [row.case.nbytes for row in points]
-        style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.6, "linestyle": dashes}
+        style: dict[str, Any] = {
+            "color": colour,
+            "marker": marker,
+            "markersize": 5,
+            "linewidth": 1.6,
+            "linestyle": dashes,
+        }
         latency.plot(x, [row.p50 * 1e6 for row in points], label=names[key], **style)
         if len(curves) <= _MOST_SHADED:
             least, late = [r.least * 1e6 for r in points], [r.p99 * 1e6 for r in points]

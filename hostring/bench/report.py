@@ -36,7 +36,21 @@ class Table:
         if collective == self._collective:
             return []
         self._collective = collective
-        names = ("size", "count", "type", "op", "who", "schedule", "p50", "p99", "min", "algbw", "busbw", "#wrong", "ratio")
+        names = (
+            "size",
+            "count",
+            "type",
+            "op",
+            "who",
+            "schedule",
+            "p50",
+            "p99",
+            "min",
+            "algbw",
+            "busbw",
+            "#wrong",
+            "ratio",
+        )
         units = ("(B)", "(elements)", "", "", "", "", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)", "", "")
         return [f"# {collective}", _COLUMNS.format(*names), _COLUMNS.format(*units)]
 
@@ -51,17 +65,36 @@ class LoopTable:
         """The lines for one more row."""
         token = [_figure(s * 1e6) for s in (row.token_p50, row.token_p99, row.token_least)]
         call = [_figure(s * 1e6) for s in (row.call_p50, row.call_p99)]
-        waited = ", ".join(f"rank {rank} {s * 1e3:.1f}" for rank, s in sorted(row.waited_for.items(), key=lambda kv: -kv[1])) or "-"
+        waited = (
+            ", ".join(f"rank {rank} {s * 1e3:.1f}" for rank, s in sorted(row.waited_for.items(), key=lambda kv: -kv[1]))
+            or "-"
+        )
         wrong, ratio = "-" if row.wrong is None else str(row.wrong), "-" if row.ratio is None else f"{row.ratio:.2f}"
         share = f"{100 * row.collective_fraction:.0f}"
         names = row.contender, row.schedule
-        return [*self._heading(), _LOOP.format(*names, *token, f"{1 / row.token_p50:.1f}", *call, share, wrong, ratio, waited)]
+        return [
+            *self._heading(),
+            _LOOP.format(*names, *token, f"{1 / row.token_p50:.1f}", *call, share, wrong, ratio, waited),
+        ]
 
     def _heading(self) -> list[str]:
         if self._begun:
             return []
         self._begun = True
-        names = ("who", "schedule", "token p50", "p99", "min", "tokens/s", "call p50", "call p99", "coll", "#wrong", "ratio", "waited for")
+        names = (
+            "who",
+            "schedule",
+            "token p50",
+            "p99",
+            "min",
+            "tokens/s",
+            "call p50",
+            "call p99",
+            "coll",
+            "#wrong",
+            "ratio",
+            "waited for",
+        )
         units = ("", "", "(us)", "(us)", "(us)", "", "(us)", "(us)", "(%)", "", "", "(ms, all ranks together)")
         return [_LOOP.format(*names), _LOOP.format(*units)]
 

@@ -35,7 +35,9 @@ def parse_sizes(text: str) -> list[int]:
         if len(ends) == 1:
             sizes.append(parse_size(item))
         elif len(ends) <= 3:
-            sizes += _range(parse_size(ends[0]), parse_size(ends[1]), float(ends[2].lstrip("x*")) if len(ends) == 3 else 4.0, item)
+            sizes += _range(
+                parse_size(ends[0]), parse_size(ends[1]), float(ends[2].lstrip("x*")) if len(ends) == 3 else 4.0, item
+            )
         else:
             raise ValueError(f"sizes {item!r}: expected MIN:MAX or MIN:MAX:FACTOR")
     return sorted(dict.fromkeys(sizes))

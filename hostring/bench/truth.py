@@ -89,7 +89,9 @@ def folded(rows: Sequence[Array], op: str, order: str, parts: Sequence[tuple[int
     wide = [row.astype(wire) for row in rows]
     ufunc = OPS[op]
     if dtype.kind == "b":
-        ufunc = {"sum": np.logical_or, "max": np.logical_or, "prod": np.logical_and, "min": np.logical_and}.get(op, ufunc)
+        ufunc = {"sum": np.logical_or, "max": np.logical_or, "prod": np.logical_and, "min": np.logical_and}.get(
+            op, ufunc
+        )
     with np.errstate(all="ignore"):
         total = _in_order(wide, ufunc, order, parts)
         if op == "avg":
@@ -97,7 +99,9 @@ def folded(rows: Sequence[Array], op: str, order: str, parts: Sequence[tuple[int
         return total.astype(dtype)
 
 
-def _in_order(rows: Sequence[Array], ufunc: Callable[..., Array], order: str, parts: Sequence[tuple[int, int]] | None) -> Array:
+def _in_order(
+    rows: Sequence[Array], ufunc: Callable[..., Array], order: str, parts: Sequence[tuple[int, int]] | None
+) -> Array:
     n = len(rows)
     if order == "tree":
         return _tree(rows, ufunc)
@@ -139,7 +143,9 @@ def count_wrong(got: Array, expected: Array, exact: bool, world_size: int) -> in
         return int(max(got.size, expected.size))
     if exact or expected.dtype.kind in "biu":
         width = f"V{expected.dtype.itemsize}"
-        return int(np.count_nonzero(np.ascontiguousarray(got).view(width) != np.ascontiguousarray(expected).view(width)))
+        return int(
+            np.count_nonzero(np.ascontiguousarray(got).view(width) != np.ascontiguousarray(expected).view(width))
+        )
     wide = np.complex128 if expected.dtype.kind == "c" else np.float64
     part = np.empty(0, expected.dtype).real.dtype if expected.dtype.kind == "c" else expected.dtype
     tolerance = 32 * world_size**2 * float(ml_dtypes.finfo(part).eps)  # type: ignore[no-untyped-call]  # contributions reach 16, and a sum may cancel

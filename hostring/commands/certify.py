@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from hostring.certify import Certificate
+    from hostring.topologies.proof import Certificate
 
 SEGMENT = 8  # short, so that small buffers have several, and the borders between them are tried
 
@@ -45,24 +45,26 @@ class Line:
 
     def prove(self, world_size: int) -> None:
         """On symbols."""
-        from hostring.certify import certify_all_reduce
+        from hostring.topologies.proof import certify_all_reduce
 
         short, whole = self._segment, world_size * self._segment
         for n_elements, segment in [*((n, short) for n in sizes(world_size, short)), (whole, whole)]:
-            shown = certify_all_reduce(self.topology, self.variant, self.order, world_size, n_elements, segment, self._unit)
+            shown = certify_all_reduce(
+                self.topology, self.variant, self.order, world_size, n_elements, segment, self._unit
+            )
             self.elements += world_size * n_elements
         self.certificates.append(shown)
 
     def compare(self, world_size: int) -> None:
         """On links."""
-        from hostring.certify_links import certify_on_links
+        from hostring.bench.certify_links import certify_on_links
 
         of_this = (self.topology, self.variant, self.order, world_size, sizes(world_size, self._segment), self._segment)
         self.on_links += certify_on_links(*of_this, wire=self.wire)
 
     @property
     def _unit(self) -> int:
-        from hostring.dtypes import unit_of
+        from hostring.arrays.dtypes import unit_of
 
         return unit_of(self.wire)
 
@@ -74,7 +76,9 @@ class Line:
 def certify(
     max_ranks: Annotated[int, typer.Option(min=2, help="Try every number of ranks from 2 to this.")] = 8,
     links: Annotated[bool, typer.Option(help="Run the same on loopback TCP and compare bits.")] = True,
-    wire: Annotated[str, typer.Option(help="float32, or bfloat16 or mxint8, to which contributions are then rounded.")] = "float32",
+    wire: Annotated[
+        str, typer.Option(help="float32, or bfloat16 or mxint8, to which contributions are then rounded.")
+    ] = "float32",
 ) -> None:
     """Prove in which order every all-reduce folds, then compare bits on real links.
 
@@ -83,8 +87,8 @@ def certify(
     from rich.console import Console
     from rich.progress import track
 
-    from hostring.certify import NotCertified, combinations
     from hostring.comm import contract
+    from hostring.topologies.proof import NotCertified, combinations
 
     contract("auto", "rank", wire)  # refuses a wire that there is not
     lines = [Line(*names, wire) for names in combinations()]

@@ -14,7 +14,8 @@ cluster = typer.Typer(help="Join machines into one group with a token.", no_args
 Program = Annotated[
     list[str] | None,
     typer.Argument(
-        help="After --: what to run on this machine once all are here. Without: a check of the group.", metavar="[-- SCRIPT ARGS…]"
+        help="After --: what to run on this machine once all are here. Without: a check of the group.",
+        metavar="[-- SCRIPT ARGS…]",
     ),
 ]
 Name = Annotated[str | None, typer.Option(help="This machine's name in the cluster; its host name by default.")]
@@ -27,10 +28,14 @@ def add(app: typer.Typer) -> None:
 
 @cluster.command()
 def init(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="How many machines (ranks) there will be, with this one.")],
+    ranks: Annotated[
+        int, typer.Option("-n", "--ranks", min=2, help="How many machines (ranks) there will be, with this one.")
+    ],
     program: Program = None,
     module: Module = False,
-    host: Annotated[list[str] | None, typer.Option(help="An address of this machine to offer; may be repeated.")] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(help="An address of this machine to offer; may be repeated.")
+    ] = None,
     port: Annotated[int, typer.Option(help="Where to listen; 0 takes a free port.")] = 0,
     minutes: Annotated[float, typer.Option(help="How long the token lets others in.")] = 10.0,
     name: Name = None,
@@ -40,7 +45,7 @@ def init(
     from rich.live import Live
     from rich.text import Text
 
-    from hostring.cluster import Cluster
+    from hostring.launch.cluster import Cluster
 
     name = name or platform.node()
     opened = Cluster(ranks, name=name, hosts=host or (), port=port, lifetime=minutes * 60)
@@ -70,7 +75,7 @@ def join(
     again: Annotated[bool, typer.Option(help="Come back as the rank that this machine was.")] = False,
 ) -> None:
     """Join the cluster of a token, as its next free rank."""
-    from hostring.cluster import Token, join
+    from hostring.launch.cluster import Token, join
 
     place = join(Token.parse(token), name or platform.node(), rejoins=again)
     typer.echo(f"joined as rank {place.rank} of {place.token.world_size}")
@@ -117,7 +122,9 @@ def check() -> None:
             for rank in range(comm.world_size):
                 typer.echo(f"rank {rank}  {bytes(cards[rank]).decode(errors='replace').strip()}")
             median = statistics.median(times) * 1e6
-            typer.echo(f"all {comm.world_size} ranks are connected; an all_reduce of 4 KB takes {median:.0f} us (median of 200)")
+            typer.echo(
+                f"all {comm.world_size} ranks are connected; an all_reduce of 4 KB takes {median:.0f} us (median of 200)"
+            )
 
 
 if __name__ == "__main__":

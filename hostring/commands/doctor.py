@@ -15,19 +15,23 @@ def add(app: typer.Typer) -> None:
 
 
 def doctor(
-    peer: Annotated[list[str] | None, typer.Option(help="HOST:PORT where `hostring doctor --listen PORT` runs; may be repeated.")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="HOST:PORT where `hostring doctor --listen PORT` runs; may be repeated.")
+    ] = None,
     listen: Annotated[int | None, typer.Option(help="Answer other doctors on this port until Ctrl-C.")] = None,
     host: Annotated[str, typer.Option(help="Where to listen: loopback unless told otherwise.")] = "127.0.0.1",
-    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=1, help="How many ranks are to run on this host.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", min=1, help="How many ranks are to run on this host.")
+    ] = None,
     token: Annotated[str | None, typer.Option(help="A join token to check.")] = None,
 ) -> None:
     """Check this host, and the links to others. Ends with exit code 1 when something will not work."""
     from rich.console import Console
     from rich.table import Table
 
-    from hostring.addresses import join_address, split_address
-    from hostring.cluster import Token
-    from hostring.doctor import Listener, check_host, check_peer, check_token
+    from hostring.launch.cluster import Token
+    from hostring.launch.doctor import Listener, check_host, check_peer, check_token
+    from hostring.transports.addresses import join_address, split_address
 
     console = Console()
     if listen is not None:

@@ -22,13 +22,16 @@ def launch(
     order: Annotated[str | None, typer.Option(help="Fold order: rank, ring or tree.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds for start-up and for each operation.")] = None,
     rejoin: Annotated[
-        int, typer.Option(min=0, help="How often in all a failed rank, but not rank 0, is started again to rejoin (see Comm.rebuild).")
+        int,
+        typer.Option(
+            min=0, help="How often in all a failed rank, but not rank 0, is started again to rejoin (see Comm.rebuild)."
+        ),
     ] = 0,
     prefix: Annotated[bool, typer.Option(help='Put "[rank] " before each line of output.')] = False,
 ) -> None:
     """Start a program as N ranks on this machine, and end with their exit code."""
-    from hostring.launch import launch as start
-    from hostring.revival import Rejoining
+    from hostring.launch.ranks import launch as start
+    from hostring.launch.restarts import Rejoining
 
     chosen = {"TRANSPORT": transport, "TOPOLOGY": topology, "ORDER": order, "TIMEOUT": timeout}
     env = {f"HOSTRING_{name}": str(value) for name, value in chosen.items() if value is not None}

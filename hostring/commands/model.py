@@ -11,16 +11,26 @@ import typer
 
 _LLM = "hostring.integrations.llm"
 
-Model = Annotated[str | None, typer.Option(help="A GGUF file or a Hugging Face directory; the bundled model when not given.")]
+Model = Annotated[
+    str | None, typer.Option(help="A GGUF file or a Hugging Face directory; the bundled model when not given.")
+]
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="What to continue, or to answer; may be repeated.")]
-Chat = Annotated[bool, typer.Option("--chat", help="Take more prompts from standard input, a line each, until its end.")]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="Take more prompts from standard input, a line each, until its end.")
+]
 RejoinTimeout = Annotated[
-    float, typer.Option(min=0.0, help="Seconds to wait for a rank that died to come back, when more prompts come; 0 ends the run.")
+    float,
+    typer.Option(
+        min=0.0, help="Seconds to wait for a rank that died to come back, when more prompts come; 0 ends the run."
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token every time.")]
 TopK = Annotated[int, typer.Option(min=0, help="Choose among this many of the most likely tokens; 0 for all.")]
-TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Choose among the most likely tokens that together have this probability.")]
+TopP = Annotated[
+    float,
+    typer.Option(min=0.0, max=1.0, help="Choose among the most likely tokens that together have this probability."),
+]
 Seed = Annotated[int, typer.Option(help="Of the head rank's random numbers.")]
 TopologyName = Annotated[str, typer.Option(help="auto, mesh, ring, star or tree; a tree folds in its own order.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.", dir_okay=False)]
@@ -32,12 +42,18 @@ def add(app: typer.Typer) -> None:
 
 
 def demo(
-    ranks: Annotated[int | None, typer.Option(min=1, help="How many rank processes; 2, or as many as --dtypes or --device names.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="How many rank processes; 2, or as many as --dtypes or --device names.")
+    ] = None,
     dtypes: Annotated[
-        str | None, typer.Option(help="What each rank computes in: float16, bfloat16, float32; one for all, or one per rank.")
+        str | None,
+        typer.Option(help="What each rank computes in: float16, bfloat16, float32; one for all, or one per rank."),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="What each rank computes on: cpu, cuda (also ROCm), cuda:1, mps, xpu, auto; one for all, or one per rank.")
+        str,
+        typer.Option(
+            help="What each rank computes on: cpu, cuda (also ROCm), cuda:1, mps, xpu, auto; one for all, or one per rank."
+        ),
     ] = "cpu",
     topology: TopologyName = "auto",
     model: Model = None,
@@ -50,7 +66,10 @@ def demo(
     seed: Seed = 0,
     json_file: Json = None,
     controls: Annotated[
-        bool | None, typer.Option(help="Also run on one rank alone, and with one dtype on all ranks. Done by default, but not with --chat.")
+        bool | None,
+        typer.Option(
+            help="Also run on one rank alone, and with one dtype on all ranks. Done by default, but not with --chat."
+        ),
     ] = None,
     rejoin_timeout: RejoinTimeout = 300.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for start-up and for each collective.")] = 120.0,
@@ -66,15 +85,34 @@ def demo(
     check_order(topology, order)
     _check_folder(json_file)
     controls = not chat if controls is None else controls
-    job = _job(model, ranks, dtypes, device, prompt, max_tokens, temperature, top_k, top_p, seed, controls, chat, rejoin_timeout)
-    result = _load("demo").demo(job, topology=topology, order=order, timeout=timeout)
+    job = _job(
+        model,
+        ranks,
+        dtypes,
+        device,
+        prompt,
+        max_tokens,
+        temperature,
+        top_k,
+        top_p,
+        seed,
+        controls,
+        chat,
+        rejoin_timeout,
+    )
+    result = _load("demo.demo").demo(job, topology=topology, order=order, timeout=timeout)
     _finish(result, json_file)
 
 
 def generate(
-    dtypes: Annotated[str | None, typer.Option(help="What each rank computes in; one for all, or one per rank.")] = "float32",
+    dtypes: Annotated[
+        str | None, typer.Option(help="What each rank computes in; one for all, or one per rank.")
+    ] = "float32",
     device: Annotated[
-        str, typer.Option(help="What this rank computes on: cpu, cuda (also ROCm), cuda:1, mps, xpu; auto: an accelerator, if any.")
+        str,
+        typer.Option(
+            help="What this rank computes on: cpu, cuda (also ROCm), cuda:1, mps, xpu; auto: an accelerator, if any."
+        ),
     ] = "auto",
     topology: TopologyName = "auto",
     model: Model = None,
@@ -86,7 +124,9 @@ def generate(
     top_p: TopP = 0.95,
     seed: Seed = 0,
     json_file: Json = None,
-    controls: Annotated[bool, typer.Option(help="Also run on one rank alone, and with one dtype on all ranks.")] = False,
+    controls: Annotated[
+        bool, typer.Option(help="Also run on one rank alone, and with one dtype on all ranks.")
+    ] = False,
     stats: Annotated[bool, typer.Option(help="Print what it cost after the text.")] = True,
     rejoin_timeout: RejoinTimeout = 300.0,
 ) -> None:
@@ -101,8 +141,22 @@ def generate(
     _check_folder(json_file)
     with hostring.init(topology=topology, order=_order(topology)) as comm:
         ranks = comm.world_size
-        job = _job(model, ranks, dtypes, None, prompt, max_tokens, temperature, top_k, top_p, seed, controls, chat, rejoin_timeout)
-        result = _load("demo").generate(job, comm, device=device, stats=stats)
+        job = _job(
+            model,
+            ranks,
+            dtypes,
+            None,
+            prompt,
+            max_tokens,
+            temperature,
+            top_k,
+            top_p,
+            seed,
+            controls,
+            chat,
+            rejoin_timeout,
+        )
+        result = _load("demo.demo").generate(job, comm, device=device, stats=stats)
     if result is not None:
         _finish(result, json_file)
 
@@ -127,14 +181,16 @@ def _load(name: str) -> Any:
     try:
         return importlib.import_module(f"{_LLM}.{name}")
     except ModuleNotFoundError as exc:
-        raise ModuleNotFoundError(f"no module {exc.name}; this command needs it: pip install 'hostring[llm]'", name=exc.name) from exc
+        raise ModuleNotFoundError(
+            f"no module {exc.name}; this command needs it: pip install 'hostring[llm]'", name=exc.name
+        ) from exc
 
 
 def _job(
     model: str | None, ranks: int | None, dtypes: str | None, devices: str | None, prompts: list[str] | None, max_tokens: int,
     temperature: float, top_k: int, top_p: float, seed: int, controls: bool, chat: bool, patience: float,
 ) -> Any:  # fmt: skip
-    return _load("job").make_job(
+    return _load("demo.job").make_job(
         model=model, ranks=ranks, dtypes=dtypes, devices=devices, prompts=prompts or (), max_tokens=max_tokens, temperature=temperature,
         top_k=top_k, top_p=top_p, seed=seed, controls=controls, chat=chat, patience=patience,
     )  # fmt: skip

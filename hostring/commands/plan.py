@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from hostring.network import Network
-    from hostring.price import Price
+    from hostring.cost.network import Network
+    from hostring.cost.simulate import Price
 
 _NAMES = ("mesh", "ring", "star", "tree")
 _SEGMENTS = (1 << 16, 1 << 18, 1 << 20)
@@ -80,16 +80,20 @@ def options() -> None:
 @plan_app.command()
 def topology(
     ranks: Annotated[str, typer.Option(metavar="MIN..MAX", help="World sizes to price.")] = "2..32",
-    links: Annotated[str, typer.Option(metavar="FILE", help="Hosts and links as JSON; 1 Gbit/s and 30 us without.")] = "",
+    links: Annotated[
+        str, typer.Option(metavar="FILE", help="Hosts and links as JSON; 1 Gbit/s and 30 us without.")
+    ] = "",
     sizes: Annotated[str, typer.Option(help="Message sizes and ranges.")] = "4K:64M:16",
-    order: Annotated[str, typer.Option(help="rank, ring, tree, or any: each topology with an order that it can hold.")] = "any",
+    order: Annotated[
+        str, typer.Option(help="rank, ring, tree, or any: each topology with an order that it can hold.")
+    ] = "any",
     json: Annotated[str, typer.Option(metavar="FILE", help="Write all prices to a file.")] = "",
 ) -> None:
     """Price an all-reduce on mesh, ring, star and tree, and say where the hub of a star has become the constraint."""
     from rich.console import Console
 
     from hostring.bench.sizes import parse_sizes
-    from hostring.network import ethernet, from_links, read_links
+    from hostring.cost.network import ethernet, from_links, read_links
 
     low, high = parse_ranks(ranks)
     found = read_links(links) if links else None
@@ -100,7 +104,10 @@ def topology(
     points = []
     for size in nbytes:
         with console.status(f"pricing {size} bytes"):
-            row = [price_point(from_links(found, n) if found is not None else ethernet(n), size, order) for n in range(low, high + 1)]
+            row = [
+                price_point(from_links(found, n) if found is not None else ethernet(n), size, order)
+                for n in range(low, high + 1)
+            ]
         points += row
         console.print(points_table(row))
         for text in verdict(row):
@@ -131,7 +138,7 @@ def price_point(network: Network, nbytes: int, order: str = "any", segments: Seq
     Raises:
         ValueError: `order` is unknown.
     """
-    from hostring.fold import ORDERS
+    from hostring.arrays.fold import ORDERS
 
     if order not in (*ORDERS, "any"):
         raise ValueError(f"--order {order!r}: use any, {', '.join(ORDERS)}")
@@ -143,15 +150,21 @@ def price_point(network: Network, nbytes: int, order: str = "any", segments: Seq
             point.offers[offer.topology], prices[offer.topology] = offer, price
     star = point.offers.get("star")
     if star is not None:
-        point.free = min(o.seconds for o, _ in _offers(network.without_limit_at(0), nbytes, order, segments) if o.topology == "star")
-        busy = {r[0]: s for r, s in prices["star"].busy.items() if r in (("cpu", 0), ("out", network.home[0]), ("in", network.home[0]))}
+        point.free = min(
+            o.seconds for o, _ in _offers(network.without_limit_at(0), nbytes, order, segments) if o.topology == "star"
+        )
+        busy = {
+            r[0]: s
+            for r, s in prices["star"].busy.items()
+            if r in (("cpu", 0), ("out", network.home[0]), ("in", network.home[0]))
+        }
         part = max(busy, key=busy.__getitem__)
         point.hub = part, min(1.0, busy[part] / star.seconds)
     return point
 
 
 def _offers(network: Network, nbytes: int, order: str, segments: Sequence[int]) -> Iterator[tuple[Offer, Price]]:
-    from hostring import estimate
+    from hostring.cost import estimate
     from hostring.topologies import TOPOLOGIES
 
     for name in _NAMES:
@@ -171,7 +184,9 @@ def points_table(row: list[Point]) -> Table:
 
     from hostring.bench.sizes import show
 
-    table = Table("ranks", *_NAMES, "best", "hub is", "limit", title=f"all_reduce of {show(row[0].nbytes)} bytes, milliseconds")
+    table = Table(
+        "ranks", *_NAMES, "best", "hub is", "limit", title=f"all_reduce of {show(row[0].nbytes)} bytes, milliseconds"
+    )
     for point in _telling(row):
         cells = [f"{point.offers[n].seconds * 1e3:.3f}" if n in point.offers else "-" for n in _NAMES]
         part, share = point.hub
@@ -211,7 +226,9 @@ def verdict(row: list[Point]) -> list[str]:
         ]
     change = change_from(row)
     if change is None:
-        lines.append(f"{size}: no topology is more than {100 * (BETTER - 1):.0f} % better than the star for all of the larger groups")
+        lines.append(
+            f"{size}: no topology is more than {100 * (BETTER - 1):.0f} % better than the star for all of the larger groups"
+        )
         return lines
     first, then = (f"{p.best.topology}/{p.best.variant}" for p in (change, last))
     gain = last.offers["star"].seconds / last.best.seconds

@@ -14,7 +14,9 @@ def add(app: typer.Typer) -> None:
 
 
 def trace(
-    files: Annotated[list[Path], typer.Argument(help="Files, or the directory, that ranks wrote with HOSTRING_DUMP=DIR.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Files, or the directory, that ranks wrote with HOSTRING_DUMP=DIR.")
+    ],
     chrome: Annotated[Path | None, typer.Option(help="Write a trace for chrome://tracing or Perfetto here.")] = None,
     last: Annotated[int, typer.Option(min=1, help="How many operations of each rank to list.")] = 10,
 ) -> None:
@@ -22,9 +24,13 @@ def trace(
     from rich.console import Console
     from rich.table import Table
 
-    from hostring.trace import chrome_trace
+    from hostring.engine.recorder import chrome_trace
 
-    documents = [_read(path) for given in files for path in (sorted(given.glob("hostring-*.json")) if given.is_dir() else [given])]
+    documents = [
+        _read(path)
+        for given in files
+        for path in (sorted(given.glob("hostring-*.json")) if given.is_dir() else [given])
+    ]
     if not documents:
         raise ValueError(f"no hostring-*.json in {', '.join(map(str, files))}; run the ranks with HOSTRING_DUMP=DIR")
     console = Console()
@@ -40,7 +46,9 @@ def trace(
         console.print(table)
     if chrome is not None:
         chrome.write_text(json.dumps(chrome_trace(documents)))
-        console.print(f"{sum(len(d['operations']) for d in documents)} operations of {len(documents)} ranks in {chrome}")
+        console.print(
+            f"{sum(len(d['operations']) for d in documents)} operations of {len(documents)} ranks in {chrome}"
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from hostring.comm import Comm
-    from hostring.network import Network
-    from hostring.tuning import Tuning
+    from hostring.cost.network import Network
+    from hostring.tuning.tables import Tuning
 
 
 _WIDE = 170  # for a file, where nothing is cut
@@ -28,44 +28,61 @@ def add(app: typer.Typer) -> None:
 
 
 def tune(
-    ranks: Annotated[int | None, typer.Option("-n", "--ranks", min=2, help="Start so many ranks here; 2 when nothing started us.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", min=2, help="Start so many ranks here; 2 when nothing started us.")
+    ] = None,
     sizes: Annotated[str, typer.Option(help="Sizes and ranges, such as 64B:16M (times 4 each).")] = "64B:16M",
     order: Annotated[str, typer.Option(help="Fold order: rank, ring or tree.")] = "rank",
-    topology: Annotated[str, typer.Option(help="Whose links to tune: auto, mesh, ring, star or tree; or rules.")] = "auto",
-    transport: Annotated[str, typer.Option(help="auto, tcp, unix or shm. What was found is used for the same word.")] = "auto",
-    trials: Annotated[bool, typer.Option(help="Try the promising schedules; otherwise only measure links, and predict.")] = True,
+    topology: Annotated[
+        str, typer.Option(help="Whose links to tune: auto, mesh, ring, star or tree; or rules.")
+    ] = "auto",
+    transport: Annotated[
+        str, typer.Option(help="auto, tcp, unix or shm. What was found is used for the same word.")
+    ] = "auto",
+    trials: Annotated[
+        bool, typer.Option(help="Try the promising schedules; otherwise only measure links, and predict.")
+    ] = True,
     seconds: Annotated[float, typer.Option(help="For one point of one round.")] = 0.02,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
     pin: Annotated[bool, typer.Option("--pin", help="Put rank r of this machine on core r.")] = False,
     save: Annotated[bool, typer.Option(help="Keep it for later groups on these hosts.")] = True,
-    output: Annotated[str, typer.Option(metavar="FILE", help="Where to, for HOSTRING_TUNING=FILE; not the cache directory.")] = "",
-    details: Annotated[bool, typer.Option("--details", help="Show every schedule that was tried, not only the chosen ones.")] = False,
+    output: Annotated[
+        str, typer.Option(metavar="FILE", help="Where to, for HOSTRING_TUNING=FILE; not the cache directory.")
+    ] = "",
+    details: Annotated[
+        bool, typer.Option("--details", help="Show every schedule that was tried, not only the chosen ones.")
+    ] = False,
 ) -> None:
     """Measure links and schedules, and print what will be chosen for every collective and size.
 
     Runs inside torchrun, mpirun, srun or hostring launch, on the hosts that are to be tuned; without one it starts the ranks here.
     """
     from hostring.bench.sizes import parse_sizes
-    from hostring.launchers import launched
-    from hostring.rules import read_rules
+    from hostring.group.environment import launched
+    from hostring.topologies.rules import read_rules
 
     nbytes = parse_sizes(sizes)
     read_rules(topology, order)
     place = launched(os.environ)
     if place is None:
-        from hostring.launch import launch
+        from hostring.launch.ranks import launch
 
-        raise typer.Exit(launch(["-m", "hostring.cli", *sys.argv[1:]], ranks or 2))
+        raise typer.Exit(launch(["-m", "hostring.commands.cli", *sys.argv[1:]], ranks or 2))
     if ranks not in (None, place.world_size):
         raise ValueError(f"--ranks {ranks}, but {place.by} started {place.world_size}; leave out --ranks")
     if pin and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[(place.local_rank if place.local_rank is not None else place.rank) % len(cores)]})
+        os.sched_setaffinity(
+            0, {cores[(place.local_rank if place.local_rank is not None else place.rank) % len(cores)]}
+        )
     os.environ["HOSTRING_TUNING"] = "off"  # what is tuned are the defaults, not what an earlier run left
     import hostring
-    from hostring import trial
+    from hostring.tuning import trial
 
-    with hostring.init(topology=topology, order=order, transport=transport) as comm, _spoken(comm.rank == 0) as (console, say):
+    with (
+        hostring.init(topology=topology, order=order, transport=transport) as comm,
+        _spoken(comm.rank == 0) as (console, say),
+    ):
         found = trial.tune(comm, sizes=nbytes, measured=trials, seconds=seconds, rounds=rounds, say=say)
         if comm.rank == 0:
             _show(console, comm, found, nbytes, details)
@@ -74,11 +91,15 @@ def tune(
 
 
 def _keep(console: Console, comm: Comm, found: Tuning, output: str) -> None:
-    from hostring.tuning import save, tuning_path
+    from hostring.tuning.tables import save, tuning_path
 
     path = Path(output) if output else tuning_path(comm)
     save(found, path)
-    use = f"HOSTRING_TUNING={output}" if output else "used from now on by groups on these hosts; HOSTRING_TUNING=off leaves it out"
+    use = (
+        f"HOSTRING_TUNING={output}"
+        if output
+        else "used from now on by groups on these hosts; HOSTRING_TUNING=off leaves it out"
+    )
     console.print(f"saved to {path} ({use})", soft_wrap=True)
 
 
@@ -117,7 +138,9 @@ def links_table(network: Network) -> Table:
         ranks = ", ".join(str(r) for r, home in enumerate(network.home) if home == h)
         table.add_section()
         costs = f"{host.per_message * 1e6:.2f} us a message, {host.per_byte * 1e12:.0f} ps a byte, folds {host.fold_rate / 1e9:.1f} GB/s"
-        table.add_row(f"ranks {ranks}", "", "", f"sends {_rate(host.send_rate)}, receives {_rate(host.recv_rate)}; {costs}")
+        table.add_row(
+            f"ranks {ranks}", "", "", f"sends {_rate(host.send_rate)}, receives {_rate(host.recv_rate)}; {costs}"
+        )
     return table
 
 
@@ -130,7 +153,7 @@ def matrix(comm: Comm, found: Tuning, sizes: list[int]) -> Table:
     from rich.table import Table
 
     from hostring.bench.sizes import show
-    from hostring.tuning import choice_in
+    from hostring.tuning.tables import choice_in
 
     collectives = list(comm._tuner.allowed)
     chosen = found.table(comm._tuner)
@@ -146,10 +169,18 @@ def errors_table(comm: Comm, found: Tuning, sizes: list[int], details: bool) -> 
     from rich.table import Table
 
     from hostring.bench.sizes import show
-    from hostring.tuning import choice_in
+    from hostring.tuning.tables import choice_in
 
     chosen = found.table(comm._tuner)
-    table = Table("size", "all_reduce by", "predicted (us)", "measured (us)", "error", "over the best", title="prediction and measurement")
+    table = Table(
+        "size",
+        "all_reduce by",
+        "predicted (us)",
+        "measured (us)",
+        "error",
+        "over the best",
+        title="prediction and measurement",
+    )
     for nbytes in sizes:
         name = choice_in(chosen, "all_reduce", nbytes)
         curves = [c for c in found.curves if c.collective == "all_reduce" and nbytes in c.predicted]
@@ -162,6 +193,10 @@ def errors_table(comm: Comm, found: Tuning, sizes: list[int], details: bool) -> 
             mark = "" if not details or curve.name != name else " *"
             cells = [f"{predicted * 1e6:.1f}", "-", "-", "-"]
             if measured is not None and best is not None:
-                cells[1:] = [f"{measured * 1e6:.1f}", f"{100 * (predicted / measured - 1):+.0f} %", f"{100 * (measured / best - 1):.0f} %"]
+                cells[1:] = [
+                    f"{measured * 1e6:.1f}",
+                    f"{100 * (predicted / measured - 1):+.0f} %",
+                    f"{100 * (measured / best - 1):.0f} %",
+                ]
             table.add_row(show(nbytes), curve.name + mark, *cells)
     return table

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ..fold import ORDERS
-from ..schedule import Schedule
-from . import mesh, ring, star, tree
-from .graph import NextHop, Place
+from hostring.arrays.fold import ORDERS
+from hostring.topologies import mesh, ring, star, tree
+from hostring.topologies.routes import NextHop, Place
+from hostring.topologies.schedule import Schedule
 
 Build = Callable[[Place, int, str, int], Schedule]
 
@@ -62,7 +62,13 @@ TOPOLOGIES: Final[dict[str, Topology]] = {
             },
         ),
         Topology("star", 3, star.neighbours, star.next_hop, {"stream": Variant(6, star.stream, ORDERS)}),
-        Topology("tree", 4, tree.neighbours, tree.next_hop, {"reduce_broadcast": Variant(7, tree.reduce_broadcast, ("tree",))}),
+        Topology(
+            "tree",
+            4,
+            tree.neighbours,
+            tree.next_hop,
+            {"reduce_broadcast": Variant(7, tree.reduce_broadcast, ("tree",))},
+        ),
     )
 }
 

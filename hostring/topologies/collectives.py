@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..schedule import DATA, OUT, Builder, Range, Schedule, offsets
-from .graph import Place, Share, Transfer, contribute, move, shares_of
+from hostring.topologies.routes import Place, Share, Transfer, contribute, move, shares_of
+from hostring.topologies.schedule import DATA, OUT, Builder, Range, Schedule, offsets
 
 WHOLE = 1 << 62  # a segment length that never splits: data that only moves needs no pipelining on a direct link
 
@@ -17,7 +17,13 @@ def one_shot(place: Place, n_elements: int, order: str, segment: int) -> Schedul
     """
     build = Builder()
     everyone = range(place.world_size)
-    contribute(place, build, shares_of(place, n_elements, order, lambda a, b: {r: Range(DATA, a, b) for r in everyone}), order, segment)
+    contribute(
+        place,
+        build,
+        shares_of(place, n_elements, order, lambda a, b: {r: Range(DATA, a, b) for r in everyone}),
+        order,
+        segment,
+    )
     return build.schedule(n_elements)
 
 
@@ -51,7 +57,9 @@ def owned(place: Place, n_elements: int, order: str, segment: int, owners: Seque
 def reduce(place: Place, n_elements: int, order: str, segment: int, root: int) -> Schedule:
     """Everybody's contribution goes to `root`, which folds. `DATA` of the others is left as it is."""
     build = Builder()
-    contribute(place, build, shares_of(place, n_elements, order, lambda a, b: {root: Range(DATA, a, b)}), order, segment)
+    contribute(
+        place, build, shares_of(place, n_elements, order, lambda a, b: {root: Range(DATA, a, b)}), order, segment
+    )
     return build.schedule(n_elements)
 
 
@@ -86,7 +94,9 @@ def all_gather(place: Place, counts: Sequence[int], segment: int) -> Schedule:
 def gather(place: Place, counts: Sequence[int], segment: int, root: int) -> Schedule:
     """`DATA` of rank r goes to its place in `OUT` of `root`."""
     build = Builder()
-    transfers = [Transfer(r, Range(DATA, 0, counts[r]), {root: Range(OUT, a, b)}) for r, (a, b) in enumerate(offsets(counts))]
+    transfers = [
+        Transfer(r, Range(DATA, 0, counts[r]), {root: Range(OUT, a, b)}) for r, (a, b) in enumerate(offsets(counts))
+    ]
     move(place, build, transfers, segment)
     return build.schedule(counts[place.rank], sum(counts) if place.rank == root else 0)
 
@@ -94,7 +104,9 @@ def gather(place: Place, counts: Sequence[int], segment: int, root: int) -> Sche
 def scatter(place: Place, counts: Sequence[int], segment: int, root: int) -> Schedule:
     """Chunk r of `DATA` of `root` goes to `OUT` of rank r."""
     build = Builder()
-    transfers = [Transfer(root, Range(DATA, a, b), {r: Range(OUT, 0, counts[r])}) for r, (a, b) in enumerate(offsets(counts))]
+    transfers = [
+        Transfer(root, Range(DATA, a, b), {r: Range(OUT, 0, counts[r])}) for r, (a, b) in enumerate(offsets(counts))
+    ]
     move(place, build, transfers, segment)
     return build.schedule(sum(counts) if place.rank == root else 0, counts[place.rank])
 
@@ -105,6 +117,8 @@ def all_to_all(place: Place, counts: Sequence[Sequence[int]], segment: int) -> S
     n = place.world_size
     sent = [offsets(row) for row in counts]
     received = [offsets(counts[r][q] for r in range(n)) for q in range(n)]
-    transfers = [Transfer(r, Range(DATA, *sent[r][q]), {q: Range(OUT, *received[q][r])}) for r in range(n) for q in range(n)]
+    transfers = [
+        Transfer(r, Range(DATA, *sent[r][q]), {q: Range(OUT, *received[q][r])}) for r in range(n) for q in range(n)
+    ]
     move(place, build, transfers, segment)
     return build.schedule(sum(counts[place.rank]), sum(counts[r][place.rank] for r in range(n)))

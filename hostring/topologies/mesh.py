@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..schedule import Schedule
-from .collectives import one_shot as _one_shot
-from .collectives import owned
-from .graph import Place
+from hostring.topologies.collectives import one_shot as _one_shot
+from hostring.topologies.collectives import owned
+from hostring.topologies.routes import Place
+from hostring.topologies.schedule import Schedule
 
 
 def neighbours(rank: int, world_size: int) -> set[int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..schedule import DATA, Builder, Range, Schedule, segments
-from .collectives import one_shot
-from .graph import Place
+from hostring.topologies.collectives import one_shot
+from hostring.topologies.routes import Place
+from hostring.topologies.schedule import DATA, Builder, Range, Schedule, segments
 
 
 def neighbours(rank: int, world_size: int) -> set[int]:

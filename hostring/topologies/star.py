@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..schedule import Schedule
-from .collectives import owned
-from .graph import Place
+from hostring.topologies.collectives import owned
+from hostring.topologies.routes import Place
+from hostring.topologies.schedule import Schedule
 
 HUB = 0
 

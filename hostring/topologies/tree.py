@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..schedule import DATA, Builder, Range, Schedule, segments
-from .graph import Place
+from hostring.topologies.routes import Place
+from hostring.topologies.schedule import DATA, Builder, Range, Schedule, segments
 
 
 def _half(n: int) -> int:

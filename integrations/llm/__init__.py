@@ -12,25 +12,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hostring.integrations.llm.config import ModelConfig
     from hostring.integrations.llm.generate import Generation, Model, load_model
-    from hostring.integrations.llm.sampling import Sampling
+    from hostring.integrations.llm.model.config import ModelConfig
+    from hostring.integrations.llm.model.sampling import Sampling
+    from hostring.integrations.llm.model.shards import ShardPlan
     from hostring.integrations.llm.sharded import ShardedModel, parallelize
-    from hostring.integrations.llm.shards import ShardPlan
     from hostring.integrations.llm.stats import Stats
 
 _HOMES = {
     "Generation": "generate",
     "Model": "generate",
-    "ModelConfig": "config",
-    "Sampling": "sampling",
-    "ShardPlan": "shards",
+    "ModelConfig": "model.config",
+    "Sampling": "model.sampling",
+    "ShardPlan": "model.shards",
     "ShardedModel": "sharded",
     "Stats": "stats",
     "load_model": "generate",
     "parallelize": "sharded",
 }
-__all__ = ["Generation", "Model", "ModelConfig", "Sampling", "ShardPlan", "ShardedModel", "Stats", "load_model", "parallelize"]
+__all__ = [
+    "Generation",
+    "Model",
+    "ModelConfig",
+    "Sampling",
+    "ShardPlan",
+    "ShardedModel",
+    "Stats",
+    "load_model",
+    "parallelize",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 
 from hostring import Comm
-from hostring.integrations.llm.cache import KVCache
-from hostring.integrations.llm.sampling import GO_ON, NOT_FINITE, STOP_EOS, STOP_LENGTH, Sampler, Sampling, local_candidates
+from hostring.integrations.llm.checkpoint.tokenizer import ChatTokenizer, load_tokenizer
+from hostring.integrations.llm.checkpoint.weights import open_checkpoint
+from hostring.integrations.llm.model.cache import KVCache
+from hostring.integrations.llm.model.sampling import (
+    GO_ON,
+    NOT_FINITE,
+    STOP_EOS,
+    STOP_LENGTH,
+    Sampler,
+    Sampling,
+    local_candidates,
+)
+from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.sharded import DTYPES, ShardedModel, build
-from hostring.integrations.llm.shards import ShardPlan
 from hostring.integrations.llm.stats import Stats, expected_bytes, measured
-from hostring.integrations.llm.tokenizer import ChatTokenizer, load_tokenizer
-from hostring.integrations.llm.weights import open_checkpoint
 
 HEAD_RANK = 0
 _PREFILL_CHUNK = 512  # positions; bounds the memory of activations and the scratch of the reduction
@@ -215,7 +223,9 @@ class _Run:
         mine = local_candidates(logits[0], self.n_candidates, first)
         token, status = self.comm.decide(mine, self._choose, root=HEAD_RANK)[:, 0].tolist()
         if status == NOT_FINITE:
-            raise ValueError(f"a logit is not a finite number after {len(self.tokens)} tokens; check the checkpoint, or compute in float32")
+            raise ValueError(
+                f"a logit is not a finite number after {len(self.tokens)} tokens; check the checkpoint, or compute in float32"
+            )
         self.tokens.append(token)
         if self.on_token is not None:
             self.on_token(token)

@@ -8,21 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from hostring import Comm
-from hostring.integrations.llm.cache import KVCache
-from hostring.integrations.llm.config import ModelConfig
-from hostring.integrations.llm.devices import find_device
-from hostring.integrations.llm.layout import Part, parts_of_rank
-from hostring.integrations.llm.one_row import OneRow
-from hostring.integrations.llm.qwen import Decoder, Embedding
-from hostring.integrations.llm.shards import ShardPlan
-from hostring.integrations.llm.tensor_parallel import (
+from hostring.integrations.llm.checkpoint.layout import Part, parts_of_rank
+from hostring.integrations.llm.checkpoint.weights import Checkpoint, ModuleCheckpoint
+from hostring.integrations.llm.model.cache import KVCache
+from hostring.integrations.llm.model.config import ModelConfig
+from hostring.integrations.llm.model.devices import find_device
+from hostring.integrations.llm.model.one_row import OneRow
+from hostring.integrations.llm.model.qwen import Decoder, Embedding
+from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.model.tensor_parallel import (
     ColumnParallelLinear,
     HiddenReducer,
     ParallelHead,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from hostring.integrations.llm.weights import Checkpoint, ModuleCheckpoint
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -137,7 +137,9 @@ def parallelize(
     device: str | torch.device = "cpu",
 ) -> ShardedModel:
     """Cut up a whole decoder that is already in memory; `model` itself is left as it is."""
-    return build(ModuleCheckpoint(model), comm, plan=plan, dtype=dtype, device=device, max_seq=model.rotary.cos.shape[0])
+    return build(
+        ModuleCheckpoint(model), comm, plan=plan, dtype=dtype, device=device, max_seq=model.rotary.cos.shape[0]
+    )
 
 
 def _fill(

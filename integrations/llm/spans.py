@@ -17,7 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hostring.integrations.llm.sharded import ShardedModel
 
-_VIEWS = ("view", "transpose", "permute", "slice", "select", "split", "unbind", "expand", "t.", "detach", "alias", "as_strided", "reshape")
+_VIEWS = (
+    "view",
+    "transpose",
+    "permute",
+    "slice",
+    "select",
+    "split",
+    "unbind",
+    "expand",
+    "t.",
+    "detach",
+    "alias",
+    "as_strided",
+    "reshape",
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,9 @@ def _one_step(model: ShardedModel, token: Tensor, cache: Any, counting: _Countin
             model.step(token, cache)
         else:
             with counting:
-                model.decoder(token, cache, last_only=True)  # `step` fuses some, and torch doesn't see what it leaves to numpy
+                model.decoder(
+                    token, cache, last_only=True
+                )  # `step` fuses some, and torch doesn't see what it leaves to numpy
     finally:
         model.reducer.comm = model.comm
     return boundaries

@@ -105,7 +105,9 @@ class Core(_TorchGroup):  # type: ignore[misc]
             return None
         prefix = c10d.PrefixStore(f"{group_name or ','.join(map(str, ranks))}/", self._store)
         options = self.comm if opts is None else opts  # its topology, order and wire are this group's
-        child = self._split(prefix, sorted(ranks).index(self.comm.rank), len(ranks), timeout or self._default_timeout, options)
+        child = self._split(
+            prefix, sorted(ranks).index(self.comm.rank), len(ranks), timeout or self._default_timeout, options
+        )
         child.setGroupName(group_name or "")
         child.setGroupDesc(group_desc or "")
         return child
@@ -152,7 +154,9 @@ class Core(_TorchGroup):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ carrying out
 
-    def _run(self, what: str, job: Callable[[], Any], outputs: Any, opts: Any, tensors: Sequence[Tensor]) -> CommWork | None:
+    def _run(
+        self, what: str, job: Callable[[], Any], outputs: Any, opts: Any, tensors: Sequence[Tensor]
+    ) -> CommWork | None:
         """Carry out `job`, which calls blocking collectives and fills `outputs`: here, or as queued work when it was asked for."""
         if opts.asyncOp or self._batch is not None:
             return self._queued(outputs, self.comm.turn(in_order(job, tensors), what=what, async_op=True))

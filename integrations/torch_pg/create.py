@@ -10,7 +10,9 @@ from hostring.integrations.torch_pg import versions
 from hostring.integrations.torch_pg.group import ProcessGroup
 from hostring.integrations.torch_pg.work import CommWork
 
-versions.hide_from_compiler(*(kind for kind in ProcessGroup.__mro__ if kind.__module__.startswith(__package__)), CommWork)
+versions.hide_from_compiler(
+    *(kind for kind in ProcessGroup.__mro__ if kind.__module__.startswith(__package__)), CommWork
+)
 
 
 def create(where: Any, options: Any) -> Any:
@@ -22,7 +24,9 @@ def create(where: Any, options: Any) -> Any:
     """
     versions.check_map()
     versions.reach_from_cpp()
-    return versions.present(connect(where.store, where.group_rank, where.group_size, where.timeout, options), where.timeout)
+    return versions.present(
+        connect(where.store, where.group_rank, where.group_size, where.timeout, options), where.timeout
+    )
 
 
 def connect(store: Any, rank: int, world_size: int, timeout: timedelta, options: Any = None) -> ProcessGroup:

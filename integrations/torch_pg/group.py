@@ -33,13 +33,19 @@ class ProcessGroup(Lists, Messages, Core):
         if name == PREMUL or tensor.is_sparse or len(tensors) > 1:
             return self._reductions(tensors, opts)
         if not opts.asyncOp and self._batch is None:
-            self.comm.all_reduce(tensor, name, timeout=None if timeout < UNSET and not self._extra else self._seconds(timeout))
+            self.comm.all_reduce(
+                tensor, name, timeout=None if timeout < UNSET and not self._extra else self._seconds(timeout)
+            )
             return None
         if tensor.is_cpu:
-            return self._queued(tensors, self.comm.all_reduce(tensor, name, async_op=True, timeout=self._seconds(timeout)))
+            return self._queued(
+                tensors, self.comm.all_reduce(tensor, name, async_op=True, timeout=self._seconds(timeout))
+            )
         return self._reductions(tensors, opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None, op: Any = None, timeout: Timeout = None) -> CommWork | None:
+    def allreduce_coalesced(
+        self, tensors: list[Tensor], opts: Any = None, op: Any = None, timeout: Timeout = None
+    ) -> CommWork | None:
         return self._reductions(tensors, given(c10d.AllreduceOptions, opts, reduceOp=op, timeout=timeout))
 
     allreduce_sparse = allreduce
@@ -63,7 +69,9 @@ class ProcessGroup(Lists, Messages, Core):
 
         return self._run("all_reduce", job, tensors, opts, tensors)
 
-    def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Timeout = None) -> CommWork | None:
+    def broadcast(
+        self, tensors: Any, opts: Any = None, root: int | None = None, timeout: Timeout = None
+    ) -> CommWork | None:
         tensors, opts = listed(tensors), given(c10d.BroadcastOptions, opts, rootRank=root, timeout=timeout)
         root, seconds = opts.rootRank, self._seconds(opts.timeout)
 
@@ -73,7 +81,9 @@ class ProcessGroup(Lists, Messages, Core):
 
         return self._run("broadcast", job, tensors, opts, tensors)
 
-    def reduce(self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Timeout = None) -> CommWork | None:
+    def reduce(
+        self, tensors: Any, opts: Any = None, root: int | None = None, op: Any = None, timeout: Timeout = None
+    ) -> CommWork | None:
         tensors, opts = listed(tensors), given(c10d.ReduceOptions, opts, rootRank=root, reduceOp=op, timeout=timeout)
         name, root, seconds = OPS[hash(opts.reduceOp)], opts.rootRank, self._seconds(opts.timeout)
         scale = factor(opts.reduceOp) if name == PREMUL else None
@@ -89,22 +99,34 @@ class ProcessGroup(Lists, Messages, Core):
 
     # ------------------------------------------------------------------ one tensor in, one out
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None) -> CommWork | None:
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None
+    ) -> CommWork | None:
         opts = given(c10d.AllgatherOptions, opts, timeout=timeout)
         seconds = self._seconds(opts.timeout)
         self._check_shares("all_gather", output, input)
-        return self._run("all_gather", lambda: self.comm.all_gather(input, out=output, timeout=seconds), [output], opts, (input, output))
+        return self._run(
+            "all_gather",
+            lambda: self.comm.all_gather(input, out=output, timeout=seconds),
+            [output],
+            opts,
+            (input, output),
+        )
 
     _allgather_base = all_gather_into_tensor = all_gather_single
 
-    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None) -> CommWork | None:
+    def gather_single(
+        self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None
+    ) -> CommWork | None:
         """Torch 2.14's: `output` is used on the root only."""
         opts = given(c10d.GatherOptions, opts, timeout=timeout)
         root, seconds = opts.rootRank, self._seconds(opts.timeout)
         mine = output if self.comm.rank == root else None
         if mine is not None:
             self._check_shares("gather", mine, input)
-        return self._run("gather", lambda: self.comm.gather(input, root, out=mine, timeout=seconds), [output], opts, (input,))
+        return self._run(
+            "gather", lambda: self.comm.gather(input, root, out=mine, timeout=seconds), [output], opts, (input,)
+        )
 
     gather_into_tensor = gather_single
 
@@ -113,7 +135,9 @@ class ProcessGroup(Lists, Messages, Core):
     ) -> CommWork | None:  # fmt: skip
         opts = given(c10d.ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
         self._check_shares("reduce_scatter", input, output)
-        return self._run("reduce_scatter", self._reduce_scatter_job([output], [input], opts), [output], opts, (input, output))
+        return self._run(
+            "reduce_scatter", self._reduce_scatter_job([output], [input], opts), [output], opts, (input, output)
+        )
 
     _reduce_scatter_base = reduce_scatter_tensor = reduce_scatter_single
 

@@ -23,13 +23,17 @@ class Lists(Core):
         opts = given(c10d.AllgatherOptions, opts, timeout=timeout)
         return self._run("all_gather", self._all_gather_job(outputs, inputs, opts), outputs, opts, inputs)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> CommWork | None:
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> CommWork | None:
         """Torch 2.13 gives the outputs as [rank][input]."""
         opts = given(c10d.AllgatherOptions, opts)
         by_input = [list(of_one) for of_one in zip(*outputs, strict=True)]
         return self._run("all_gather", self._all_gather_job(by_input, inputs, opts), outputs, opts, inputs)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> CommWork | None:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> CommWork | None:
         opts = given(c10d.AllgatherOptions, opts)
         seconds = self._seconds(opts.timeout)
         for output, input in zip(outputs, inputs, strict=True):
@@ -43,7 +47,9 @@ class Lists(Core):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int | None = None, timeout: Timeout = None) -> CommWork | None:
+    def gather(
+        self, outputs: Any, inputs: Any, opts: Any = None, root: int | None = None, timeout: Timeout = None
+    ) -> CommWork | None:
         outputs, inputs = listed_twice(outputs), listed(inputs)
         opts = given(c10d.GatherOptions, opts, rootRank=root, timeout=timeout)
         root, seconds = opts.rootRank, self._seconds(opts.timeout)
@@ -57,7 +63,9 @@ class Lists(Core):
 
         return self._run("gather", job, outputs, opts, inputs)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: int | None = None, timeout: Timeout = None) -> CommWork | None:
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, root: int | None = None, timeout: Timeout = None
+    ) -> CommWork | None:
         outputs, inputs = listed(outputs), listed_twice(inputs)
         opts = given(c10d.ScatterOptions, opts, rootRank=root, timeout=timeout)
         root, seconds = opts.rootRank, self._seconds(opts.timeout)
@@ -70,12 +78,16 @@ class Lists(Core):
 
         return self._run("scatter", job, outputs, opts, outputs)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: Timeout = None) -> CommWork | None:
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: Timeout = None
+    ) -> CommWork | None:
         outputs, inputs = listed(outputs), listed_twice(inputs)
         opts = given(c10d.ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
         return self._run("reduce_scatter", self._reduce_scatter_job(outputs, inputs, opts), outputs, opts, outputs)
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> CommWork | None:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> CommWork | None:
         opts = given(c10d.ReduceScatterOptions, opts)
         for output, input in zip(outputs, inputs, strict=True):
             self._check_shares("reduce_scatter", input, output)
@@ -83,7 +95,9 @@ class Lists(Core):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: Timeout = None) -> CommWork | None:
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: Timeout = None
+    ) -> CommWork | None:
         opts = given(c10d.AllToAllOptions, opts, timeout=timeout)
         seconds = self._seconds(opts.timeout)
         send, recv = [t.numel() for t in inputs], [t.numel() for t in outputs]
@@ -114,7 +128,9 @@ class Lists(Core):
                 if len(set(sizes)) == 1:
                     _fill(outputs[k], self.comm.all_gather(input, timeout=seconds))
                 else:
-                    _fill(outputs[k], self.comm.all_gather(input.reshape(-1), counts=sizes, timeout=seconds).split(sizes))
+                    _fill(
+                        outputs[k], self.comm.all_gather(input.reshape(-1), counts=sizes, timeout=seconds).split(sizes)
+                    )
 
         return job
 
@@ -130,7 +146,9 @@ class Lists(Core):
                 counts = [t.numel() for t in parts] if many else None
                 if scale is not None:
                     x = x.detach() * scale
-                self.comm.reduce_scatter(x, "sum" if scale is not None else name, counts=counts, out=output, timeout=seconds)
+                self.comm.reduce_scatter(
+                    x, "sum" if scale is not None else name, counts=counts, out=output, timeout=seconds
+                )
 
         return job
 
@@ -153,10 +171,14 @@ class Lists(Core):
         n, rows = self.comm.world_size, tensor.shape[0]
         if not sizes:
             if rows % n:
-                raise ValueError(f"all_to_all: {rows} rows of {name} don't divide evenly over {n} ranks; give {name}_split_sizes")
+                raise ValueError(
+                    f"all_to_all: {rows} rows of {name} don't divide evenly over {n} ranks; give {name}_split_sizes"
+                )
             return [rows // n] * n
         if len(sizes) != n or sum(sizes) != rows:
-            raise ValueError(f"all_to_all: {name}_split_sizes={list(sizes)} must be {n} numbers that add up to {rows} rows")
+            raise ValueError(
+                f"all_to_all: {name}_split_sizes={list(sizes)} must be {n} numbers that add up to {rows} rows"
+            )
         return list(sizes)
 
 

@@ -44,7 +44,9 @@ class Messages(Core):
         if self.comm.rank != 0:
             store.set(str(self.comm.rank), "here")
             if not _came(store, "all", limit.total_seconds()):
-                raise OperationTimeout(f"[Rank {self.comm.rank}]: Rank 0 timed out in monitoredBarrier after {ms} ms.", 0)
+                raise OperationTimeout(
+                    f"[Rank {self.comm.rank}]: Rank 0 timed out in monitoredBarrier after {ms} ms.", 0
+                )
             return
         if ms <= 0:
             raise OperationTimeout(f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {ms} ms.", 0)

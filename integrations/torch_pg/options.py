@@ -44,7 +44,11 @@ def given(kind: Any, opts: Any, **by_hand: Any) -> Any:
         by_hand[next(iter(by_hand))] = opts
     for name, value in by_hand.items():
         if value is not None:
-            setattr(made, name, c10d.ReduceOp(value) if name == "reduceOp" and not isinstance(value, c10d.ReduceOp) else value)
+            setattr(
+                made,
+                name,
+                c10d.ReduceOp(value) if name == "reduceOp" and not isinstance(value, c10d.ReduceOp) else value,
+            )
     return made
 
 

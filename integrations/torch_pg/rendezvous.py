@@ -40,5 +40,7 @@ def _shared_host(comm: hostring.Comm) -> str:
     encoded = socket.gethostname().encode()[:_HOSTNAME_BYTES]
     name[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     if len({row.tobytes() for row in comm.all_gather(name)}) > 1:
-        raise ValueError("the ranks are on several hosts: set MASTER_ADDR on all of them to an address of rank 0's host")
+        raise ValueError(
+            "the ranks are on several hosts: set MASTER_ADDR on all of them to an address of rank 0's host"
+        )
     return "127.0.0.1"

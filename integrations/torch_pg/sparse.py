@@ -20,5 +20,8 @@ def all_reduce_sparse(comm: hostring.Comm, tensor: torch.Tensor, op: str, timeou
     total = torch.zeros_like(mine)
     for where, what in zip(indices.split(counts), values.split(counts), strict=True):  # in the order of ranks
         total = total + torch.sparse_coo_tensor(where.t(), what, mine.shape, dtype=mine.dtype, device=mine.device)
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # `data` of a sparse tensor has entries of its own
+    with (
+        torch.inference_mode(tensor.is_inference()),
+        torch.no_grad(),
+    ):  # `data` of a sparse tensor has entries of its own
         tensor.copy_(total.coalesce())

@@ -24,7 +24,9 @@ def reach_from_cpp() -> None:
     if HAS_PYTHON_BACKENDS or _libraries:
         return
 
-    def all_gather_into_tensor_out(input: torch.Tensor, group_size: int, group_name: str, *, out: torch.Tensor) -> torch.Tensor:
+    def all_gather_into_tensor_out(
+        input: torch.Tensor, group_size: int, group_name: str, *, out: torch.Tensor
+    ) -> torch.Tensor:
         resolve: Any = c10d._resolve_process_group
         group = resolve(group_name)
         c10d._register_work(out, group.all_gather_single(out, input, c10d.AllgatherOptions()))
@@ -61,7 +63,7 @@ def present(group: Any, timeout: timedelta) -> Any:
     others = _other_backends()
     if not HAS_PYTHON_BACKENDS:
         return group
-    from hostring.integrations.torch_pg.behind import Behind
+    from hostring.integrations.torch_pg.forwarding import Behind
 
     if others:
         return Behind(group, timeout, owner=True)
@@ -94,4 +96,8 @@ def _other_backends() -> dict[str, str]:
         frame = frame.f_back
     config = frame.f_locals.get("backend_config") if frame is not None else None
     backends = config.get_device_backend_map() if config is not None else {}
-    return {device: str(name) for device, name in backends.items() if name != "hostring" and (device != "cpu" or HAS_PYTHON_BACKENDS)}
+    return {
+        device: str(name)
+        for device, name in backends.items()
+        if name != "hostring" and (device != "cpu" or HAS_PYTHON_BACKENDS)
+    }

@@ -34,7 +34,11 @@ class CommWork(_Work):  # type: ignore[misc]
         work: hostring's handle of it; None when it is done.
     """
 
-    __slots__ = ("_future", "outputs", "work")  # and no __init__: each would cost a blocking call more than a microsecond
+    __slots__ = (
+        "_future",
+        "outputs",
+        "work",
+    )  # and no __init__: each would cost a blocking call more than a microsecond
 
     def wait(self, timeout: timedelta = UNSET) -> bool:
         """Wait for the end; raise what the call raised, with its type kept."""
@@ -73,7 +77,9 @@ class CommWork(_Work):  # type: ignore[misc]
     def get_future_result(self) -> torch.futures.Future[Any]:
         """A future of how it ended, as a `WorkResult`, which never raises."""
         results: Any = c10d.WorkResult  # type: ignore[attr-defined,unused-ignore]
-        future: torch.futures.Future[Any] = self._then(lambda: int(results.SUCCESS if self.exception() is None else results.COMM_ERROR))
+        future: torch.futures.Future[Any] = self._then(
+            lambda: int(results.SUCCESS if self.exception() is None else results.COMM_ERROR)
+        )
         return future
 
     def _value(self) -> Any:

@@ -1,0 +1,218 @@
+"""A group of ranks: how they connect, what they have then, and the groups that are split off, rebuilt or rejoined from it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hostring.group.config import Config
+from hostring.group.linking import link_by_sockets, link_in_memory
+from hostring.group.peer_info import Member, this_member
+from hostring.group.peers import Exchange, Neighbours, from_ring, from_store
+from hostring.group.rebuild import Regrouping, Seat
+from hostring.group.rendezvous import Progress
+from hostring.group.start import Start, check
+from hostring.group.store_host import open_store
+from hostring.store.stores import Store
+from hostring.transports.link import Link
+
+__all__ = ["Group", "Member", "connect", "rejoin"]
+
+LAST_SECONDS = 2.0
+"""Seconds that the links of a rebuilt group get when its members were found at the last moment."""
+
+
+def connect(
+    config: Config,
+    *,
+    neighbours: Neighbours,
+    contract: Mapping[str, Any],
+    exchange: Exchange | None = None,
+    hosts: Sequence[str] | None = None,
+) -> Group:
+    """Form the group that `config` describes. All its ranks must call this.
+
+    Args:
+        config: see `Config`.
+        neighbours: which ranks need data links; (rank, world_size) -> ranks. Made symmetric here.
+        contract: what all ranks must agree on, as msgpack can hold it.
+        exchange: carries the few bytes that the ranks have to know of each other; through the store when not given.
+        hosts: where to listen, when that is known from another group.
+
+    Raises:
+        HandshakeError: ranks disagree on the contract, the protocol or the world size.
+        RendezvousError: a rank did not come, or can't be reached, within `config.timeout`; named in the message.
+        ValueError: `config` can't be carried out.
+    """
+    check(config)
+    if config.world_size == 1:
+        if exchange is not None:
+            exchange(b"")
+        return Group(0, 1, config.name, 0, os.urandom(32), members=[this_member([])], _config=config)
+    with contextlib.ExitStack() as undo:
+        start = Start(config, contract, undo)
+        peers = from_store(start, neighbours, exchange, hosts) if config.ring is None else from_ring(start, config.ring)
+        links = link_in_memory(start, peers) if start.transport == "memory" else link_by_sockets(start, peers)
+        undo.pop_all()
+    group = Group(
+        config.rank,
+        config.world_size,
+        config.name,
+        peers.roster.epoch,
+        peers.roster.secret,
+        _config=config,
+        _leave=start.leave,
+    )
+    group.members, group.store, group.hosts = peers.members, peers.store, peers.hosts
+    for (peer, kind), link in links.items():
+        getattr(group, kind)[peer] = link
+    return group
+
+
+def rejoin(config: Config, *, neighbours: Neighbours, contract: Mapping[str, Any]) -> Group:
+    """Come back into a group whose survivors rebuild it. `config` is that of a first start; its rank is the one asked for.
+
+    Raises:
+        RendezvousError: nobody rebuilt the group within `config.timeout`.
+    """
+    deadline = time.monotonic() + config.timeout
+    with contextlib.ExitStack() as undo:
+        store, leave = open_store(config, deadline, Progress(config.rank, deadline))
+        undo.callback(leave)
+        seat = Regrouping(store, config.name, config.rank, 1, lambda: 0, deadline, config.world_size).come_back()
+        group = _seated(config, store, seat, neighbours, contract, deadline)
+        group._leave.callback(undo.pop_all().close)
+        return group
+
+
+def _seated(
+    config: Config, store: Store, seat: Seat, neighbours: Neighbours, contract: Mapping[str, Any], deadline: float
+) -> Group:
+    """Connect as `seat` says, by `deadline` or in a moment after it: whoever has a seat is waited for by the others."""
+    first = config.restarts.partition("+")[0]
+    again = replace(
+        config, rank=seat.rank, world_size=seat.world_size, store=store, restarts=f"{first}+{seat.generation}"
+    )
+    left = max(deadline - time.monotonic(), LAST_SECONDS)
+    group = connect(replace(again, timeout=left), neighbours=neighbours, contract=contract)
+    group.store, group.generation, group._config = store, seat.generation, again
+    return group
+
+
+@dataclass
+class Group:
+    """Ranks that have links with each other.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks.
+        name: the same on all ranks.
+        epoch: 31 bits, the same on all ranks, that differ from one start to the next; 0 in a ring without a store.
+        secret: what the links' hellos prove; where there is a store, it is new for every start.
+        data, control, p2p: links by peer. Data links lead to the topology's neighbours, the others to every rank that
+            this one can address.
+        members: by rank; None for a rank that this one knows nothing of.
+        store: shared with all ranks, where there is one.
+        hosts: addresses of this host at which the others can reach it, best first.
+        generation: how often a rebuilding was tried.
+    """
+
+    rank: int
+    world_size: int
+    name: str
+    epoch: int
+    secret: bytes = field(repr=False)
+    data: dict[int, Link] = field(default_factory=dict)
+    control: dict[int, Link] = field(default_factory=dict)
+    p2p: dict[int, Link] = field(default_factory=dict)
+    members: list[Member | None] = field(default_factory=list)
+    store: Store | None = None
+    hosts: list[str] = field(default_factory=list)
+    generation: int = 0
+    _config: Config = field(default_factory=Config, repr=False)
+    _leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+    _linked: bool = True
+
+    @property
+    def links(self) -> list[Link]:
+        """All links of all kinds."""
+        return [*self.data.values(), *self.control.values(), *self.p2p.values()]
+
+    def subgroup(
+        self,
+        name: str,
+        rank: int,
+        world_size: int,
+        *,
+        neighbours: Neighbours,
+        contract: Mapping[str, Any],
+        exchange: Exchange,
+    ) -> Group:
+        """Form a group of some of these ranks, with links of its own.
+
+        Args:
+            name: the same on all its ranks, and of no other subgroup.
+            rank: this rank's number in the subgroup.
+            world_size: of the subgroup.
+            neighbours: as in `connect`, in the subgroup's numbers.
+            contract: as in `connect`.
+            exchange: gathers bytes from all ranks of the subgroup, over this group's links. Called exactly once.
+        """
+        full_name = f"{self.name}/{name}"
+        config = replace(
+            self._config, rank=rank, world_size=world_size, name=full_name, secret=self.secret, store=None, ring=None
+        )
+        return connect(config, neighbours=neighbours, contract=contract, exchange=exchange, hosts=self.hosts)
+
+    def check_store(self) -> Store:
+        """Raises: ValueError, when this group has no store and can't be rebuilt."""
+        if self.store is None:
+            raise ValueError(
+                "this group has no store for ranks to find each other again; rebuild the group that it was split from"
+            )
+        return self.store
+
+    def reform(
+        self,
+        survivors: Callable[[], int],
+        *,
+        min_ranks: int,
+        timeout: float,
+        neighbours: Neighbours,
+        contract: Mapping[str, Any],
+    ) -> Group:
+        """Form the next generation of this group, with whoever is left and whoever came back. This one's links are closed.
+
+        Args:
+            survivors: how many other ranks of this group are known to be alive.
+            min_ranks, timeout, neighbours, contract: as in `Comm.rebuild` and `connect`.
+        """
+        store = self.check_store()
+        known = survivors if self._linked else None
+        deadline = time.monotonic() + timeout
+        regrouping = Regrouping(store, self.name, self.rank, min_ranks, known, deadline, self.world_size)
+        seat = regrouping.survive(self.generation + 1)
+        self.generation = (
+            seat.generation
+        )  # should its links not come about, the next try must not find what this one left
+        for link in self.links:
+            link.close()
+        self._linked = False
+        group = _seated(self._config, store, seat, neighbours, contract, deadline)
+        group._leave.callback(self._leave.pop_all().close)
+        return group
+
+    def abort(self) -> None:
+        """End all links now. Descriptors are given up by `close`, which must still be called."""
+        for link in self.links:
+            link.abort()
+
+    def close(self) -> None:
+        """Close all links and give up the store. Idempotent."""
+        for link in self.links:
+            link.close()
+        self._leave.close()

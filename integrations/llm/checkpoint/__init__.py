@@ -1,0 +1,1 @@
+"""Checkpoints: GGUF and safetensors files, their tensors, metadata, tokenizers and chat templates."""

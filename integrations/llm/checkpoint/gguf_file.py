@@ -1,0 +1,115 @@
+"""GGUF checkpoints: memory-mapped; only the blocks that cover a rank's slices are dequantised."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo, read_header
+from hostring.integrations.llm.checkpoint.layout import Part
+from hostring.integrations.llm.checkpoint.weights import check_shape, missing
+from hostring.integrations.llm.model.config import ModelConfig, RopeScaling
+
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_SIXTEEN_BIT = {GGMLQuantizationType.F16: torch.float16, GGMLQuantizationType.BF16: torch.bfloat16}
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF name of a tensor, given its HF name."""
+    if name in _TOP:
+        return _TOP[name]
+    layer, rest = name.removeprefix("model.layers.").split(".", 1)
+    stem, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{_NAMES[stem]}.{kind}"
+
+
+class GgufCheckpoint:
+    """A GGUF file under HF names.
+
+    Attributes:
+        fields: the metadata.
+        tensors: where each tensor lies.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.fields, self.tensors = read_header(path, self._data)
+        self.config = ModelConfig.from_gguf(self.fields, {n: t.shape for n, t in self.tensors.items()})
+        self.bytes_read = 0
+        if "rope_freqs.weight" in self.tensors:
+            info = self.tensors["rope_freqs.weight"]
+            divisors = self._dequantised(info, range(1), range(info.shape[-1]))[0]
+            self.config = replace(self.config, rope_scaling=RopeScaling("table", divisors=tuple(divisors.tolist())))
+        # llama.cpp's converter interleaves the two halves of every q and k head for this architecture alone.
+        self._interleaved = self.config.model_type == "llama"
+
+    def read(self, part: Part) -> Tensor:
+        info = self.tensors.get(gguf_name(part.name))
+        if info is None:
+            raise missing(self.path, part)
+        check_shape(self.path, part, info.shape)
+        vector = part.columns is None
+        rows, columns = (range(1), part.rows) if part.columns is None else (part.rows, part.columns)
+        values = self._values(info, rows, columns)
+        if self._interleaved and (".q_proj." in part.name or ".k_proj." in part.name):
+            values = _halves(values.T if vector else values, self.config.head_dim)
+            return values.reshape(-1) if vector else values
+        return values[0] if vector else values
+
+    def _values(self, info: TensorInfo, rows: range, columns: range) -> Tensor:
+        if info.kind in _SIXTEEN_BIT:  # numpy has no bf16, and f16 need not pass through f32
+            raw = self._bytes(info, rows, 2 * columns.start, 2 * columns.stop)
+            return torch.from_numpy(raw.copy()).view(_SIXTEEN_BIT[info.kind])
+        return torch.from_numpy(self._dequantised(info, rows, columns))
+
+    def _dequantised(self, info: TensorInfo, rows: range, columns: range) -> npt.NDArray[np.float32]:
+        block, block_nbytes = GGML_QUANT_SIZES[info.kind]
+        first, last = columns.start // block, -(-columns.stop // block) if columns else columns.start // block
+        raw = self._bytes(info, rows, first * block_nbytes, last * block_nbytes)
+        values = (
+            np.zeros((len(rows), 0), np.float32) if raw.size == 0 else dequantize(np.ascontiguousarray(raw), info.kind)
+        )
+        cut: npt.NDArray[np.float32] = values[:, columns.start - first * block : columns.stop - first * block]
+        return np.array(cut, dtype=np.float32)
+
+    def _bytes(self, info: TensorInfo, rows: range, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        n_rows = info.shape[0] if len(info.shape) > 1 else 1
+        whole = np.frombuffer(self._data, np.uint8, n_rows * info.row_nbytes, info.offset).reshape(
+            n_rows, info.row_nbytes
+        )
+        raw = whole[rows.start : rows.stop, start:stop]
+        self.bytes_read += raw.size
+        return raw
+
+
+def _halves(values: Tensor, head_dim: int) -> Tensor:
+    """Undo the interleaving of whole heads: row 2j + t of a head goes to row t * head_dim / 2 + j. values: (rows, columns)."""
+    pairs = values.reshape(values.shape[0] // head_dim, head_dim // 2, 2, values.shape[1])
+    return pairs.transpose(1, 2).reshape(values.shape)

@@ -1,0 +1,1 @@
+"""What `hostring demo` and `hostring generate` run and show."""

@@ -1,0 +1,125 @@
+"""What the demo is asked to do, as plain values that travel to the rank processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hostring.integrations.llm.model.shards import ShardPlan
+
+BUNDLED = Path(__file__).parents[1] / "tiny"
+DTYPE_NAMES = ("float16", "bfloat16", "float32")
+_FEW = 8  # ranks that may be started to find out that the model has too few KV heads for them; for more, it is read here first
+_SHORT = {"f16": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to generate and to measure.
+
+    Attributes:
+        model: a GGUF file or a directory in Hugging Face form.
+        dtypes: what each rank computes in.
+        devices: what each rank computes on; none where every rank says so for itself.
+        prompts: answered one after the other, each for itself; none for one that suits the model.
+        chat: more of them come from the head rank's standard input, a line each.
+        max_tokens, temperature, top_k, top_p, seed: see `Sampling`.
+        controls: also run on one rank alone, and on all ranks with one dtype.
+        patience: seconds that the ranks wait for one that died to come back; 0 ends the run instead.
+    """
+
+    model: str
+    dtypes: tuple[str, ...]
+    prompts: tuple[str, ...]
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    controls: bool
+    chat: bool = False
+    patience: float = 300.0
+    devices: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return len(self.dtypes)
+
+    @property
+    def several(self) -> bool:
+        """More than one prompt may come."""
+        return self.chat or len(self.prompts) > 1
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Job:
+        fields = json.loads(text)
+        return Job(**{**fields, **{name: tuple(fields[name]) for name in ("dtypes", "prompts", "devices")}})
+
+
+def make_job(
+    *,
+    model: str | None,
+    ranks: int | None,
+    dtypes: str | None,
+    prompts: Sequence[str],
+    devices: str | None = None,
+    **rest: Any,
+) -> Job:
+    """Complete and check what the user said, before any process starts.
+
+    Args:
+        model: the bundled model when None.
+        ranks: 2, or as many as `dtypes` or `devices` names, when None.
+        dtypes: names separated by commas: one for all ranks, or one per rank. float16 and bfloat16 in turn when None.
+        devices: names alike, see `find_device`; whether they are here is not asked. Left open when None.
+        prompts, rest: the other attributes of `Job`.
+
+    Raises:
+        ValueError: names that are unknown, numbers that don't go together, or more ranks than the model has KV heads.
+        FileNotFoundError: no such model.
+    """
+    path = BUNDLED if model is None else Path(model)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"no model at {path}; give a GGUF file or a directory with config.json and model.safetensors"
+        )
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"{ranks} ranks: at least one is needed")
+    if "" in prompts:
+        raise ValueError(
+            "a prompt is empty: say what to continue or to answer, or leave it out for one that suits the model"
+        )
+    places = () if devices is None else tuple(name.strip() for name in devices.split(","))
+    if ranks is None and len(places) > 1 and (dtypes is None or "," not in dtypes):
+        ranks = len(places)
+    kinds = _dtypes(ranks, dtypes)
+    job = Job(
+        str(path.absolute()), kinds, tuple(prompts), devices=places and _per_rank(places, len(kinds), "devices"), **rest
+    )
+    if job.ranks > _FEW:
+        from hostring.integrations.llm.checkpoint.weights import open_checkpoint
+
+        ShardPlan.balanced(open_checkpoint(path).config, job.ranks)
+    return job
+
+
+def _dtypes(ranks: int | None, text: str | None) -> tuple[str, ...]:
+    if text is None:
+        return tuple(DTYPE_NAMES[rank % 2] for rank in range(ranks or 2))
+    names = [_SHORT.get(name.strip(), name.strip()) for name in text.split(",")]
+    unknown = [name for name in names if name not in DTYPE_NAMES]
+    if unknown:
+        raise ValueError(f"dtype {unknown[0]!r} is not one of {', '.join(DTYPE_NAMES)}")
+    return _per_rank(tuple(names), ranks or max(2, len(names)), "dtypes")
+
+
+def _per_rank(names: tuple[str, ...], ranks: int, what: str) -> tuple[str, ...]:
+    if len(names) not in (1, ranks):
+        raise ValueError(f"{len(names)} {what} for {ranks} ranks; name one for all, or one per rank")
+    return names if len(names) == ranks else names * ranks

@@ -1,0 +1,64 @@
+"""Whether a measured run is what it claims to be, and whether tensor parallelism paid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def kind(run: dict[str, Any], devices: Sequence[str]) -> str:
+    """What a rank computes in, and on what, when not all of `devices` are CPUs."""
+    return str(run["dtype"]) if set(devices) <= {"cpu"} else f"{run['dtype']} {run['device']}"
+
+
+def faults(result: dict[str, Any]) -> list[str]:
+    """What makes a run invalid: ranks that disagree, or traffic that the schedules don't explain. Empty for a valid run."""
+    found: list[str] = []
+    for report in result["per_rank"]:
+        if report["bytes_per_token"] is None:
+            continue  # a single token has no decode step to count
+        for what in ("collectives", "bytes"):
+            counted, expected = report[f"{what}_per_token"], report[f"expected_{what}_per_token"]
+            if counted != expected:
+                found.append(f"rank {report['rank']}: {counted:g} {what} per token counted, {expected:g} expected")
+    found += _differing("this run", result["activation_sha256"])
+    same = result["controls"].get("same_dtype")
+    if same:
+        found += _differing("the same-dtype control", same["activation_sha256"])
+    return found
+
+
+def _differing(run: str, hashes: list[str]) -> list[str]:
+    return [
+        f"{run}: rank {r} has reduced other activations than rank 0" for r, h in enumerate(hashes) if h != hashes[0]
+    ]
+
+
+def statement(result: dict[str, Any]) -> str:
+    """One sentence: the run against the fastest of its ranks alone on the same machine."""
+    alone = [c for c in result["controls"].get("one_rank", ()) if c["decode_tokens_per_s"]]
+    ours = result["decode_tokens_per_s"]
+    if not alone or not ours:
+        return ""
+    best = max(alone, key=lambda c: float(c["decode_tokens_per_s"]))
+    ratio = ours / best["decode_tokens_per_s"]
+    ranks = "1 rank" if result["ranks"] == 1 else f"{result['ranks']} ranks"
+    control = f"one rank alone in {kind(best, result.get('devices', ()))} {best['decode_tokens_per_s']:,.1f}"
+    said = f"{ranks} decode {ours:,.1f} tokens/s, {control}: "
+    if ratio >= 1.05:
+        return said + f"tensor parallelism wins here, it is {ratio:.2f} times as fast."
+    if ratio > 0.95:
+        return said + "tensor parallelism neither wins nor loses here."
+    return (
+        said + f"tensor parallelism loses here, it is {ratio:.2f} times as fast. {_where(result['per_rank'])}".rstrip()
+    )
+
+
+def _where(reports: list[dict[str, Any]]) -> str:
+    """The share of the decode time that went into communication, on the rank where it is smallest. An accelerator can't tell."""
+    if any(r.get("device", "cpu") != "cpu" for r in reports):
+        return ""
+    shares = [1 - r["seconds"]["compute"] / sum(r["seconds"].values()) for r in reports if r["seconds"]]
+    return (
+        f"At least {100 * min(shares):.0f} % of the time of every rank is communication and waiting." if shares else ""
+    )

@@ -1,0 +1,77 @@
+"""Keys and values of the heads that live on this rank, preallocated."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hostring.integrations.llm.model.config import ModelConfig
+
+
+class KVSlot(NamedTuple):
+    """Where one layer writes the new positions of this step, and what it reads.
+
+    Attributes:
+        start: position of the first new one.
+        fresh: to be written, shape (batch, 2 kv_heads, new positions, head_dim), keys before values.
+        row: the same memory without batch and positions, shape (2 kv_heads, head_dim), where both are 1.
+        keys: everything so far with the new ones, shape (batch, kv_heads, start + new positions, head_dim).
+        values: same shape.
+    """
+
+    start: int
+    fresh: Tensor
+    row: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def write(self, kv: Tensor) -> None:
+        """Store new keys and values. kv: (batch, new positions, 2 kv_heads, head_dim)."""
+        self.fresh.copy_(kv.transpose(1, 2))
+
+
+class KVCache:
+    """Room for `max_seq` positions of every layer, filled from the front.
+
+    Attributes:
+        length: positions filled so far, the same for every sequence of the batch.
+        nbytes: memory taken, all of it from the start.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int = 1,
+        max_seq: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        self.max_seq = config.max_position_embeddings if max_seq is None else max_seq
+        self.batch = batch
+        shape = (config.num_hidden_layers, batch, 2 * config.num_key_value_heads, self.max_seq, config.head_dim)
+        self._kv = torch.zeros(shape, dtype=dtype, device=device)
+        self.nbytes = self._kv.nbytes
+        self.length = 0
+
+    def extend(self, n_positions: int) -> list[KVSlot]:
+        """Take `n_positions` more and return one slot per layer.
+
+        Raises:
+            ValueError: they don't fit.
+        """
+        start, stop = self.length, self.length + n_positions
+        if stop > self.max_seq:
+            raise ValueError(
+                f"KV cache holds {self.max_seq} positions, {start} are taken and {n_positions} more are needed; raise max_seq"
+            )
+        self.length = stop
+        fresh = self._kv[:, :, :, start:stop]
+        keys, values = self._kv[:, :, :, :stop].chunk(2, 2)
+        views = (fresh.unbind(0), fresh[:, 0, :, 0].unbind(0), keys.unbind(0), values.unbind(0))
+        return [KVSlot(start, *layer) for layer in zip(*views, strict=True)]
+
+    def clear(self) -> None:
+        """Forget every position; the memory stays."""
+        self.length = 0

@@ -1,0 +1,266 @@
+"""A Qwen3-style decoder that knows nothing of tensor parallelism.
+
+RMSNorm, rotary positions, grouped-query attention, optional QK-norm (Qwen3) and biases (Qwen2), SwiGLU, tied or untied
+head. The residual stream and the norms are f32 whatever the weights are; matmul inputs are rounded to the dtype of the
+weights, and what a sub-layer adds to the stream is f32 again. So the stream stays comparable between ranks that
+compute in different dtypes.
+
+Decoding one token is bound by the time to read the weights once, so gate and up are one matrix, and so are q, k and v;
+what is left of a layer is few operations on short rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hostring.integrations.llm.model.cache import KVCache, KVSlot
+from hostring.integrations.llm.model.config import ModelConfig, rotary_frequencies
+
+Rope = tuple[Tensor, Tensor]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in f32."""
+
+    eps: Tensor
+    inverse_width: Tensor
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        # As tensors: torch spends 2 µs to wrap a Python number, which is more than the sum itself at one row.
+        self.register_buffer("eps", torch.tensor(eps, device="cpu"), persistent=False)
+        self.register_buffer("inverse_width", torch.tensor(1.0 / width, device="cpu"), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean_eps = torch.addcmul(self.eps, x.square().sum(-1, keepdim=True), self.inverse_width)  # (..., 1)
+        return x * mean_eps.rsqrt() * self.weight  # (..., width)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, with x rounded to the dtype of `weight`, summed in f32, returned in the dtype of `weight`.
+
+    CPUs without 16-bit matrix units multiply 16-bit matrices row by row (23 ms instead of 3 for 64 rows by 3072 x 576);
+    several rows are therefore multiplied in f32 after widening both sides, which is exact. Accelerators have such units.
+    """
+    dtype = weight.dtype
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    if dtype == torch.float32 or not x.is_cpu or x.numel() == x.shape[-1]:
+        return F.linear(x, weight, bias)
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype)
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b in the dtype of the weights. `weight`: (out_features, in_features)."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)  # (..., out_features)
+
+
+class Embedding(nn.Module):
+    """Token ids to f32 rows. Its weights keep the dtype of the checkpoint, so that every rank starts from the same bits."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight).float()  # (batch, seq, hidden)
+
+
+class Rotary(nn.Module):
+    """Cosines and signed sines of every position, so that rotating is x * cos + swap_halves(x) * sin.
+
+    Values pass through the same three operations as queries and keys, with cos 1 and sin 0: that leaves them as they
+    are and saves taking the fused row apart in every layer.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig, max_seq: int) -> None:
+        super().__init__()
+        self.turning, self.fixed = config.num_attention_heads + config.num_key_value_heads, config.num_key_value_heads
+        frequencies = torch.tensor(rotary_frequencies(config), dtype=torch.float64, device="cpu")
+        angles = torch.outer(
+            torch.arange(max_seq, dtype=torch.float64, device="cpu"), frequencies
+        )  # (max_seq, head_dim/2)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
+        self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
+
+    def at(self, start: int, n_positions: int) -> Rope:
+        """Tables of `n_positions` positions from `start` on, shape (n_positions, heads + 2 kv_heads, head_dim) each."""
+        stop = start + n_positions
+        if stop > self.cos.shape[0]:
+            raise ValueError(
+                f"position {stop - 1} is past the rotary table of {self.cos.shape[0]} positions; raise max_seq"
+            )
+        cos, sin = (t[start:stop, None].expand(-1, self.turning, -1) for t in (self.cos, self.sin))
+        fixed = (n_positions, self.fixed, self.cos.shape[1])
+        return torch.cat((cos, cos.new_ones(fixed)), 1), torch.cat((sin, sin.new_zeros(fixed)), 1)
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotate heads to their positions, in f32. x: (batch, seq, heads, head_dim)."""
+    swapped = x.view(*x.shape[:-1], 2, x.shape[-1] // 2).flip(-2).view(x.shape)
+    return torch.addcmul(x * rope[0], swapped, rope[1])
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the heads given by `config`: all of them, or the ones of a shard."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv_proj: nn.Module = Linear(config.hidden_size, rows, config.qkv_bias)
+        self.o_proj: nn.Module = Linear(self.heads * self.head_dim, config.hidden_size, config.o_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, rope: Rope, slot: KVSlot | None) -> Tensor:
+        batch, seq, _ = x.shape
+        qkv: Tensor = self.qkv_proj(x)
+        dtype = qkv.dtype
+        qkv = qkv.view(batch, seq, -1, self.head_dim)  # (batch, seq, heads + 2 kv_heads, head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = qkv.float().split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 2)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), 2)
+        rotated = rotate(qkv, rope)  # f32
+        if dtype != torch.float32:
+            rotated = rotated.to(dtype)
+        q = rotated[:, :, : self.heads]  # (batch, seq, heads, head_dim)
+        kv = rotated[:, :, self.heads :]  # (batch, seq, 2 kv_heads, head_dim)
+        if slot is None:
+            k, v = kv.transpose(1, 2).chunk(2, 1)
+            out = attend(q, k, v, 0)
+        else:
+            slot.write(kv)
+            out = attend(q, slot.keys, slot.values, slot.start)
+        added: Tensor = self.o_proj(out if out.dtype == dtype else out.to(dtype))
+        return added.float()  # (batch, seq, hidden)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """Causal attention of queries at positions start … over keys at positions 0 …
+
+    Args:
+        q: shape (batch, queries, heads, head_dim).
+        k: shape (batch, kv_heads, start + queries, head_dim); v alike.
+        start: position of the first query.
+
+    Returns:
+        shape (batch, queries, heads * head_dim), in the dtype of the keys.
+    """
+    batch, queries, heads, head_dim = q.shape
+    if q.dtype != k.dtype:
+        q = q.to(k.dtype)
+    if queries == 1:  # the heads of a group see the same keys, so they can be the query rows of their KV head
+        grouped = q.view(batch, k.shape[1], heads // k.shape[1], head_dim)
+        return F.scaled_dot_product_attention(grouped, k, v).reshape(batch, 1, heads * head_dim)
+    q = q.transpose(1, 2)  # (batch, heads, queries, head_dim)
+    if start == 0:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    else:
+        mask = torch.ones(queries, start + queries, dtype=torch.bool, device=q.device).tril(start)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2).reshape(batch, queries, heads * head_dim)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one matrix, gate first."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.columns = config.intermediate_size
+        self.gate_up_proj: nn.Module = Linear(config.hidden_size, 2 * self.columns, config.mlp_bias)
+        self.down_proj: nn.Module = Linear(self.columns, config.hidden_size, config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).split_with_sizes((self.columns, self.columns), -1)
+        added: Tensor = self.down_proj(F.silu(gate) * up)
+        return added.float()  # (batch, seq, hidden)
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP around the f32 residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, h: Tensor, rope: Rope, slot: KVSlot | None) -> Tensor:
+        h = h + self.attention(self.input_norm(h), rope, slot)
+        after: Tensor = h + self.mlp(self.post_norm(h))
+        return after
+
+
+class Decoder(nn.Module):
+    """Token ids to logits.
+
+    Args:
+        config: shapes; a rank that holds a shard passes its own numbers of heads and columns.
+        max_seq: positions in the rotary table; `config.max_position_embeddings` when not given.
+    """
+
+    def __init__(self, config: ModelConfig, max_seq: int | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.embed: nn.Module = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = Rotary(config, config.max_position_embeddings if max_seq is None else max_seq)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        head = Linear(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            head.weight = self.embed.weight
+        self.head: nn.Module = head
+
+    def initialise(self, seed: int = 0, std: float = 0.02) -> Decoder:
+        """Fill the weights for training from scratch: normal, narrower where a matrix writes to the residual stream."""
+        generator = torch.Generator().manual_seed(seed)
+        into_stream = std / (2 * self.config.num_hidden_layers) ** 0.5
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() == 2:
+                    narrow = "o_proj" in name or "down_proj" in name
+                    parameter.normal_(0.0, into_stream if narrow else std, generator=generator)
+        return self
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, *, last_only: bool = False) -> Tensor:
+        """Logits of every position, or of the last one, in f32.
+
+        Args:
+            tokens: ids, shape (batch, seq).
+            cache: appended to, in place; positions continue after what it holds. Without one, positions start at 0.
+            last_only: skip the head for all positions but the last.
+
+        Returns:
+            shape (batch, seq or 1, vocab).
+        """
+        seq = tokens.shape[1]
+        start = 0 if cache is None else cache.length
+        slots = [None] * len(self.layers) if cache is None else cache.extend(seq)
+        rope = self.rotary.at(start, seq)
+        h: Tensor = self.embed(tokens)
+        for layer, slot in zip(self.layers, slots, strict=True):
+            h = layer(h, rope, slot)
+        if last_only:
+            h = h[:, -1:]
+        logits: Tensor = self.head(self.norm(h))
+        return logits.float()

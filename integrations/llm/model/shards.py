@@ -1,0 +1,174 @@
+"""Which part of a model each rank holds: whole KV-head groups, FFN columns, vocabulary rows. Splits may be uneven."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from hostring.integrations.llm.model.config import ModelConfig
+
+Balance = Literal["regions", "bytes"]
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How many units every rank holds, in rank order; the same object on all ranks.
+
+    Attributes:
+        kv_groups: KV heads, each with the query heads that read it.
+        columns: FFN columns (rows of gate and up, columns of down).
+        vocab: rows of the output head.
+    """
+
+    kv_groups: tuple[int, ...]
+    columns: tuple[int, ...]
+    vocab: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.kv_groups) == len(self.columns) == len(self.vocab):
+            raise ValueError(
+                f"a plan needs one number per rank: {len(self.kv_groups)} for KV groups, {len(self.columns)} for columns, "
+                f"{len(self.vocab)} for vocabulary"
+            )
+        if min(*self.columns, *self.vocab, 0) < 0:
+            raise ValueError(f"negative shares in {self}")
+
+    @property
+    def world_size(self) -> int:
+        return len(self.kv_groups)
+
+    @staticmethod
+    def balanced(config: ModelConfig, world_size: int, balance: Balance = "regions") -> ShardPlan:
+        """Split evenly, as far as whole KV-head groups allow.
+
+        Args:
+            config: the whole model.
+            world_size: number of ranks.
+            balance: "bytes" gives a rank with fewer heads more FFN columns, until all hold the same weights;
+                "regions" splits attention and FFN evenly each for itself. The ranks wait for each other after
+                both, so "regions" is the faster one where memory is no concern.
+
+        Raises:
+            ValueError: more ranks than KV-head groups; names the nearest plans that are possible.
+        """
+        groups = config.num_key_value_heads
+        if world_size > groups:
+            raise ValueError(_too_many_ranks(groups, world_size))
+        kv_groups = apportion(groups, [1.0] * world_size)
+        group_elements, column_elements = attention_group_elements(config), ffn_column_elements(config)
+        held = [g * group_elements / column_elements if balance == "bytes" else 0.0 for g in kv_groups]
+        shares = _level(held, config.intermediate_size)
+        # Whole multiples of 32 columns keep block-quantised tensors from being read twice at the cuts.
+        granule = 32 if config.intermediate_size % 32 == 0 and config.intermediate_size >= 256 * world_size else 1
+        columns = tuple(granule * n for n in apportion(config.intermediate_size // granule, shares))
+        plan = ShardPlan(kv_groups, columns, apportion(config.vocab_size, [1.0] * world_size))
+        plan.check(config)
+        return plan
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise a ValueError unless this plan covers `config` exactly."""
+        for name, shares, total in (
+            ("KV-head groups", self.kv_groups, config.num_key_value_heads),
+            ("FFN columns", self.columns, config.intermediate_size),
+            ("vocabulary rows", self.vocab, config.vocab_size),
+        ):
+            if sum(shares) != total:
+                raise ValueError(f"plan {_slashed(shares)} covers {sum(shares)} {name}; the model has {total}")
+        if min(self.kv_groups) < 1:
+            raise ValueError(
+                f"plan {_slashed(self.kv_groups)} leaves a rank without a KV-head group; "
+                + _too_many_ranks(config.num_key_value_heads, self.world_size)
+            )
+
+    def groups_of(self, rank: int) -> range:
+        """KV heads of `rank`."""
+        return _range(self.kv_groups, rank)
+
+    def columns_of(self, rank: int) -> range:
+        """FFN columns of `rank`."""
+        return _range(self.columns, rank)
+
+    def vocab_of(self, rank: int) -> range:
+        """Vocabulary rows of `rank`."""
+        return _range(self.vocab, rank)
+
+    def local_config(self, config: ModelConfig, rank: int) -> ModelConfig:
+        """The shapes of the part that `rank` holds. The vocabulary stays whole: it is that of the embedding."""
+        groups = self.kv_groups[rank]
+        return replace(
+            config,
+            num_key_value_heads=groups,
+            num_attention_heads=groups * config.group_heads,
+            intermediate_size=self.columns[rank],
+        )
+
+    def n_elements(self, config: ModelConfig, rank: int) -> int:
+        """Matrix elements that `rank` reads for one token: layers and its part of the head."""
+        layer = self.kv_groups[rank] * attention_group_elements(config) + self.columns[rank] * ffn_column_elements(
+            config
+        )
+        return config.num_hidden_layers * layer + self.vocab[rank] * config.hidden_size
+
+    def describe(self, config: ModelConfig) -> str:
+        """A table for people, one line per rank."""
+        lines = ["rank  query heads  KV heads  FFN columns  vocabulary  weights"]
+        total = sum(self.n_elements(config, r) for r in range(self.world_size))
+        for r, groups in enumerate(self.kv_groups):
+            mine = self.n_elements(config, r)
+            lines.append(
+                f"{r:4}  {groups * config.group_heads:11}  {groups:8}  {self.columns[r]:11}  {self.vocab[r]:10}  "
+                f"{mine / 1e6:.1f} M ({100 * mine / total:.1f} %)"
+            )
+        return "\n".join(lines)
+
+
+def attention_group_elements(config: ModelConfig) -> int:
+    """Matrix elements of one KV-head group in one layer: q, k, v and the output projection."""
+    return config.hidden_size * config.head_dim * (2 * config.group_heads + 2)
+
+
+def ffn_column_elements(config: ModelConfig) -> int:
+    """Matrix elements of one FFN column in one layer: gate, up and down."""
+    return 3 * config.hidden_size
+
+
+def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Integers that add up to `total`, as close to `shares` as possible; ties go to the lower ranks."""
+    if not sum(shares):
+        shares = [1.0] * len(shares)
+    weight = sum(shares)
+    exact = [total * s / weight for s in shares]
+    counts = [int(e) for e in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda r: (counts[r] - exact[r], r))
+    for r in by_remainder[: total - sum(counts)]:
+        counts[r] += 1
+    return tuple(counts)
+
+
+def _level(held: Sequence[float], amount: float) -> list[float]:
+    """Pour `amount` over ranks that already hold `held`, so that the lowest are raised to one level."""
+    order = sorted(range(len(held)), key=lambda r: held[r])
+    for lowest in range(len(held), 0, -1):
+        level = (amount + sum(held[r] for r in order[:lowest])) / lowest
+        if level >= held[order[lowest - 1]]:
+            break
+    return [max(0.0, level - h) for h in held]
+
+
+def _range(shares: Sequence[int], rank: int) -> range:
+    stops = list(accumulate(shares))
+    return range(stops[rank] - shares[rank], stops[rank])
+
+
+def _slashed(shares: Sequence[int]) -> str:
+    return "/".join(map(str, shares))
+
+
+def _too_many_ranks(groups: int, world_size: int) -> str:
+    nearest = [n for n in (min(groups, world_size), min(groups, world_size) - 1) if n >= 1]
+    plans = " or ".join(
+        f"{n} rank{'s' * (n > 1)} with {_slashed(apportion(groups, [1.0] * n))} groups" for n in nearest
+    )
+    return f"{world_size} ranks can't share {groups} KV-head groups, each needs at least one; the nearest legal plans: {plans}"

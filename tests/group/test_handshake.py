@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hostring.errors import HandshakeError
+from hostring.group.dialing import Wiring
+from hostring.group.handshake import (
+    HELLO_LIMIT,
+    PROTOCOL,
+    Hello,
+    Protocol,
+    RefusedError,
+    accept,
+    compare_contracts,
+    dial,
+)
+from hostring.group.peer_info import Member, this_member
+from hostring.group.rendezvous import Progress
+from hostring.store.protocol import checked_nbytes, framed, pack, prove, proves, unpack
+from hostring.store.streams import receive, send
+
+SECRET = b"a secret of the group"
+MEMBER = this_member([])
+LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary() | st.text()
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
+
+
+def hello(rank: int, **changes: Any) -> Hello:
+    fields: dict[str, Any] = {
+        "group": b"g" * 16,
+        "session": bytes([rank % 256]) * 16,
+        "epoch": 7,
+        "world_size": 3,
+        "rank": rank,
+        "kind": "data",
+        "contract": {"order": "rank"},
+        "member": MEMBER,
+    }
+    return Hello(**{**fields, **changes})
+
+
+def acceptor(
+    mine: Hello, secret: bytes = SECRET, admit: Callable[[Hello], str | None] = lambda theirs: None
+) -> Protocol:
+    def own(kind: str) -> Hello:
+        return Hello(**{**vars(mine), "kind": kind})
+
+    return accept(own, admit, secret)
+
+
+def converse(dialler: Protocol, answerer: Protocol) -> tuple[Hello, Hello, list[bytes]]:
+    """Carry the four messages by hand. Returns what A and D learned, and the messages."""
+    assert next(answerer) == b""
+    wire = [next(dialler)]
+    wire.append(answerer.send(wire[-1]))
+    wire.append(dialler.send(wire[-1]))
+    with pytest.raises(StopIteration) as accepted:
+        answerer.send(wire[-1])
+    learned_by_a, verdict = accepted.value.value
+    wire.append(verdict)
+    with pytest.raises(StopIteration) as dialled:
+        dialler.send(verdict)
+    return learned_by_a, dialled.value.value[0], wire
+
+
+def refusal(protocol: Protocol, *messages: bytes) -> RefusedError:
+    """Feed `messages`, of which the last must be refused."""
+    next(protocol)
+    for message in messages[:-1]:
+        protocol.send(message)
+    with pytest.raises(RefusedError) as refused:
+        protocol.send(messages[-1])
+    return refused.value
+
+
+def test_both_sides_learn_who_the_other_is() -> None:
+    by_a, by_d, wire = converse(dial(hello(2, kind="p2p"), 0, SECRET), acceptor(hello(0)))
+    assert (by_a.rank, by_a.kind, by_a.epoch, by_a.world_size) == (2, "p2p", 7, 3)
+    assert (by_d.rank, by_d.kind) == (0, "p2p")
+    assert by_a.contract == {"order": "rank"}
+    assert by_a.member == by_d.member == MEMBER
+    assert len(wire) == 4
+    assert all(len(message) <= HELLO_LIMIT for message in wire)
+    assert not any(SECRET in message for message in wire)
+
+
+def test_an_empty_secret_works_between_two_that_have_none() -> None:
+    by_a, _, _ = converse(dial(hello(1), 0, b""), acceptor(hello(0), b""))
+    assert by_a.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"group": b"h" * 16}, "group"),
+        ({"world_size": 4}, "world_size"),
+        ({"rank": 0}, "rank"),
+        ({"rank": 3}, "rank"),
+        ({"rank": -1}, "rank"),
+    ],
+)
+def test_strange_ranks_are_refused_before_they_learn_anything(changes: dict[str, Any], reason: str) -> None:
+    refused = refusal(acceptor(hello(0)), hello(**{"rank": 1, **changes}).to_bytes(b"n" * 16))
+    assert refused.reason == reason
+    assert b"nonce" not in refused.reply
+    told = refusal(dial(hello(1), 0, SECRET), refused.reply)
+    assert told.reason == reason
+    assert "refused" in str(told)
+
+
+def test_another_version_is_refused_naming_both() -> None:
+    wire = unpack(hello(1).to_bytes(b"n" * 16))
+    refused = refusal(acceptor(hello(0)), pack({**wire, "hostring": PROTOCOL + 1}, HELLO_LIMIT))
+    assert refused.reason == "version"
+    assert f"version {PROTOCOL + 1}" in str(refused)
+    assert f"we speak {PROTOCOL}" in str(refused)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nonce": b"short"},
+        {"nonce": 5},
+        {"kind": "gossip"},
+        {"contract": [1]},
+        {"rank": "one"},
+        {"world_size": None},
+        {"member": {}},
+        {"member": None},
+        {"group": 3.5},
+        {"epoch": []},
+    ],
+)
+def test_ill_typed_fields_are_junk(change: dict[str, Any]) -> None:
+    wire = unpack(hello(1).to_bytes(b"n" * 16))
+    assert refusal(acceptor(hello(0)), pack({**wire, **change}, HELLO_LIMIT)).reason == "junk"
+
+
+def test_a_missing_field_is_junk() -> None:
+    wire = unpack(hello(1).to_bytes(b"n" * 16))
+    for key in set(wire) - {"hostring"}:
+        rest = {k: v for k, v in wire.items() if k != key}
+        assert refusal(acceptor(hello(0)), pack(rest, HELLO_LIMIT)).reason == "junk", key
+
+
+def test_a_wrong_secret_is_refused_by_the_acceptor_without_a_proof_of_its_own() -> None:
+    answerer, dialler = acceptor(hello(0)), dial(hello(1), 0, b"wrong")
+    next(answerer)
+    proof = dialler.send(answerer.send(next(dialler)))
+    with pytest.raises(RefusedError, match="does not know the group's secret") as refused:
+        answerer.send(proof)
+    assert refused.value.reason == "secret"
+    assert "proof" not in unpack(refused.value.reply)
+
+
+def test_an_acceptor_that_lets_everyone_in_is_refused_by_the_dialler() -> None:
+    dialler = dial(hello(1), 0, SECRET)
+    next(dialler)
+    dialler.send(hello(0).to_bytes(b"m" * 16))
+    with pytest.raises(RefusedError, match="rank 0 does not know") as refused:
+        dialler.send(pack({"proof": b"p" * 32}, HELLO_LIMIT))
+    assert refused.value.reason == "secret"
+
+
+def test_a_replayed_conversation_is_refused() -> None:
+    _, _, recorded = converse(dial(hello(1), 0, SECRET), acceptor(hello(0)))
+    answerer = acceptor(hello(0))
+    next(answerer)
+    answerer.send(recorded[0])
+    with pytest.raises(RefusedError) as refused:
+        answerer.send(recorded[2])
+    assert refused.value.reason == "secret"
+
+    dialler = dial(hello(1), 0, SECRET)
+    next(dialler)
+    dialler.send(recorded[1])
+    with pytest.raises(RefusedError, match="does not know"):
+        dialler.send(recorded[3])
+
+
+def test_what_a_rank_said_can_not_be_reflected_to_it() -> None:
+    """An attacker without the secret opens a link to rank 0 and lets rank 0's own words work for it."""
+    first = acceptor(hello(0))
+    next(first)
+    theirs = hello(1).to_bytes(b"x" * 16)
+    own = first.send(theirs)
+    assert refusal(acceptor(hello(0)), own).reason == "rank"
+    assert refusal(dial(hello(1), 0, SECRET), hello(1).to_bytes(b"y" * 16)).reason == "rank"
+
+    dialler = dial(hello(1), 0, SECRET)
+    said = next(dialler)
+    proof = unpack(dialler.send(hello(0).to_bytes(b"z" * 16)))["proof"]
+    with pytest.raises(RefusedError, match="does not know"):
+        dialler.send(pack({"proof": proof}, HELLO_LIMIT))
+    assert said
+
+
+def test_every_changed_byte_of_the_first_message_breaks_the_proof() -> None:
+    """The acceptor sees another hello than the dialler sent, for example another contract."""
+    answerer, dialler = acceptor(hello(0)), dial(hello(1), 0, SECRET)
+    next(answerer)
+    tampered = next(dialler).replace(b"\xa5order\xa4rank", b"\xa5order\xa4tree")
+    proof = dialler.send(answerer.send(tampered))
+    with pytest.raises(RefusedError) as refused:
+        answerer.send(proof)
+    assert refused.value.reason == "secret"
+
+
+def test_a_duplicate_is_refused_before_the_proof() -> None:
+    answerer, dialler = (
+        acceptor(hello(0), admit=lambda theirs: f"rank {theirs.rank} is there already"),
+        dial(hello(1), 0, SECRET),
+    )
+    next(answerer)
+    with pytest.raises(RefusedError, match="rank 1 is there already") as refused:
+        answerer.send(next(dialler))
+    assert refused.value.reason == "duplicate"
+
+
+def test_of_two_links_that_prove_themselves_at_once_one_is_kept() -> None:
+    """A slow peer dials a second address of ours beside the first; had we kept both in turn, it could use the one we closed."""
+
+    async def both() -> None:
+        wiring = Wiring(
+            hello(0), SECRET, [], [(1, "data")], {}, [], time.monotonic() + 10, Progress(0, time.monotonic() + 10)
+        )
+        wiring._changed = asyncio.Event()
+        pairs = [socket.socketpair() for _ in range(2)]
+        for pair in pairs:
+            for sock in pair:
+                sock.setblocking(False)
+        greetings = [asyncio.ensure_future(wiring._greet(theirs, "test")) for _, theirs in pairs]
+        diallers = [dial(hello(1), 0, SECRET) for _ in pairs]
+        for (ours, _), dialler in zip(pairs, diallers, strict=True):
+            await send(ours, next(dialler))
+        proofs = [dialler.send(await receive(ours, 4096)) for (ours, _), dialler in zip(pairs, diallers, strict=True)]
+        for (ours, _), proof in zip(pairs, proofs, strict=True):
+            ours.sendall(framed(proof))  # without giving way in between
+        await asyncio.gather(*greetings)
+        verdicts = []
+        for (ours, _), dialler in zip(pairs, diallers, strict=True):
+            try:
+                dialler.send(await receive(ours, 4096))
+            except (StopIteration, RefusedError) as exc:
+                verdicts.append(type(exc))
+        assert sorted(verdicts, key=str) == sorted([StopIteration, RefusedError], key=str)
+        kept = pairs[verdicts.index(StopIteration)][1]
+        assert wiring.sockets == {(1, "data"): kept}
+        assert kept.fileno() >= 0
+        for pair in pairs:
+            for sock in pair:
+                sock.close()
+
+    asyncio.run(both())
+
+
+def test_another_rank_than_the_dialled_one_is_refused() -> None:
+    assert refusal(dial(hello(1), 0, SECRET), hello(2).to_bytes(b"n" * 16)).reason == "rank"
+    assert refusal(dial(hello(1), 0, SECRET), hello(0, kind="control").to_bytes(b"n" * 16)).reason == "rank"
+
+
+def test_contracts_that_differ_name_the_key_and_both_values() -> None:
+    compare_contracts(0, {"order": "rank", "wire": "f32"}, 1, {"wire": "f32", "order": "rank"})
+    with pytest.raises(HandshakeError, match=r"rank 0 has order='rank', rank 1 has order='tree'"):
+        compare_contracts(0, {"order": "rank"}, 1, {"order": "tree"})
+    with pytest.raises(HandshakeError, match=r"rank 2 has model=None, rank 1 has model='abc'"):
+        compare_contracts(2, {}, 1, {"model": "abc"})
+
+
+def test_a_contract_that_does_not_fit_is_an_error_here_and_not_there() -> None:
+    with pytest.raises(ValueError, match=f"over the limit of {HELLO_LIMIT}"):
+        hello(0, contract={"order": "x" * HELLO_LIMIT}).to_bytes(b"n" * 16)
+
+
+def test_a_host_of_many_cores_fits() -> None:
+    crowded = Member(**{**vars(MEMBER), "cores": list(range(0, 512, 2)), "hostname": "h" * 64})
+    data = hello(1, member=crowded).to_bytes(b"n" * 16)
+    assert len(data) <= HELLO_LIMIT
+    assert Member.from_wire(unpack(data)["member"]).cores == crowded.cores
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=400))
+def test_junk_never_gets_past_the_first_message(junk: bytes) -> None:
+    for protocol in (acceptor(hello(0)), dial(hello(1), 0, SECRET)):
+        assert refusal(protocol, junk).reason in ("junk", "version")
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_mutated_hellos_are_refused_or_fail_their_proof(data: st.DataObject) -> None:
+    good = bytearray(hello(1).to_bytes(b"n" * 16))
+    at = data.draw(st.integers(0, len(good) - 1))
+    good[at] ^= data.draw(st.integers(1, 255))
+    answerer = acceptor(hello(0))
+    next(answerer)
+
+    def attempt() -> None:
+        own = answerer.send(bytes(good))
+        answerer.send(pack({"proof": prove(SECRET, "dialer", hello(1).to_bytes(b"n" * 16), own)}, HELLO_LIMIT))
+
+    with pytest.raises(RefusedError):
+        attempt()
+
+
+@settings(max_examples=200)
+@given(VALUES)
+def test_any_msgpack_value_as_a_description_of_a_rank_is_read_or_refused(value: Any) -> None:
+    wire = {**MEMBER.to_wire(), **(value if isinstance(value, dict) else {"cores": value})}
+    try:
+        read = Member.from_wire(msgpack.unpackb(msgpack.packb(wire), strict_map_key=False))
+    except ValueError:
+        return
+    assert read.hostname == wire["hostname"]
+
+
+def test_lengths_are_checked_before_they_are_believed() -> None:
+    assert framed(b"abc") == b"\x03\0\0\0abc"
+    assert checked_nbytes(b"\x03\0\0\0", 3) == 3
+    with pytest.raises(ValueError, match="4294967295 bytes was announced, the limit is 4096"):
+        checked_nbytes(b"\xff\xff\xff\xff", 4096)
+    with pytest.raises(ValueError, match="can't be put into a message"):
+        pack({"x": object()}, 100)
+    with pytest.raises(ValueError, match="not a message of hostring"):
+        unpack(b"\xc1")
+
+
+def test_proofs_bind_role_parts_and_secret() -> None:
+    proof = prove(b"s", "dialer", b"ab", b"c")
+    assert proves(proof, b"s", "dialer", b"ab", b"c")
+    for secret, role, *parts in (
+        (b"t", "dialer", b"ab", b"c"),
+        (b"s", "acceptor", b"ab", b"c"),
+        (b"s", "dialer", b"a", b"bc"),
+    ):
+        assert not proves(proof, secret, role, *parts)
+    assert not proves(None, b"s", "dialer")
+    assert not proves("text", b"s", "dialer")

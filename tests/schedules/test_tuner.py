@@ -1,0 +1,410 @@
+"""What is chosen, by whom, and that no choice changes a bit. No timings are judged."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from oracle import bits, fold_in_order, rank_distinct
+
+import hostring
+from hostring.cost.network import one_host
+from hostring.engine.choice import WHOLE, Threshold, Tuner, default_table
+from hostring.errors import HandshakeError, HostringError
+from hostring.topologies import TOPOLOGIES
+from hostring.topologies.rules import TUNED, read_rules
+from hostring.tuning import tables as tuning
+from hostring.tuning import trial
+from hostring.tuning.agreement import share
+from hostring.tuning.tables import Curve, Tuning, load, save
+
+
+@pytest.fixture(autouse=True)
+def no_file_of_the_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("HOSTRING_TUNING", raising=False)
+
+
+# ---------------------------------------------------------------- rules
+
+
+@pytest.mark.parametrize(
+    ("text", "links", "all_reduce", "broadcast"),
+    [
+        ("auto", "mesh", {"mesh", "ring", "star"}, {"mesh", "ring", "star", "tree"}),
+        ("ring", "ring", {"ring"}, {"ring"}),
+        ("all_reduce:mesh;broadcast:star", "mesh", {"mesh"}, {"star"}),
+        (" All_Reduce : ring , star ; ", "mesh", {"ring", "star"}, {"mesh", "ring", "star", "tree"}),
+        ("all_reduce:^star", "mesh", {"mesh", "ring"}, {"mesh", "ring", "star", "tree"}),
+        ("mesh;all_reduce:ring/chain", "mesh", {"ring"}, {"mesh"}),
+        ("star;broadcast:star", "star", {"star"}, {"star"}),
+    ],
+)
+def test_rules(text, links, all_reduce, broadcast):
+    rules = read_rules(text, "rank")
+    assert rules.links == links
+    assert {t for t, _ in rules.allowed("all_reduce", "rank", 4)} == all_reduce
+    assert {t for t, _ in rules.allowed("broadcast", "rank", 4)} == broadcast
+
+
+def test_a_rule_may_name_a_variant():
+    assert read_rules("all_reduce:mesh/two_shot", "rank").allowed("all_reduce", "rank", 4) == [("mesh", "two_shot")]
+    assert ("mesh", "two_shot") not in read_rules("all_reduce:^mesh/two_shot", "rank").allowed("all_reduce", "rank", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "order", "words"),
+    [
+        ("mush", "rank", "mesh, ring, star, tree"),
+        ("mesh;ring", "rank", "twice, mesh and ring"),
+        ("all_reduse:mesh", "rank", "all_reduce"),
+        ("all_reduce:mush", "rank", "'mush' is unknown"),
+        ("all_reduce:mesh/chain", "rank", "use mesh/one_shot, mesh/two_shot"),
+        ("all_reduce:mesh;all_reduce:ring", "rank", "two rules for all_reduce"),
+        ("all_reduce:tree", "rank", "use order='tree'"),
+        ("all_reduce:ring/chain", "tree", "use ring/relay"),
+        ("all_reduce:^mesh,ring,star", "rank", "excludes everything"),
+        ("tree", "rank", "order='tree'"),
+        ("all_reduce:", "rank", "'' is unknown"),
+    ],
+)
+def test_rules_that_cant_be_followed_say_what_can(text, order, words):
+    with pytest.raises(ValueError, match=r"topology|order") as caught:
+        read_rules(text, order)
+    assert words in str(caught.value)
+
+
+def test_a_rule_for_links_that_are_not_there_is_refused():
+    with pytest.raises(ValueError, match="ring of 4 ranks doesn't have"):
+        Tuner("ring;all_reduce:star", "rank", 4)
+    assert Tuner("ring;all_reduce:star", "rank", 3).allowed["all_reduce"] == [("star", "stream")], (
+        "a ring of three has all links"
+    )
+
+
+def test_the_environment_takes_rules_too(run_ranks, monkeypatch):
+    monkeypatch.setenv("HOSTRING_TOPOLOGY", "all_reduce:mesh/two_shot;broadcast:star")
+    for names in run_ranks(
+        3, lambda comm: [comm._tuner.choose(c, 64, 4).name for c in ("all_reduce", "broadcast", "all_gather")]
+    ):
+        assert names == ["mesh/two_shot", "star", "mesh"]
+
+
+def test_ranks_with_different_rules_refuse_each_other(run_ranks):
+    from hostring.group.rendezvous import MemoryStore
+
+    store, rules = MemoryStore(), ["all_reduce:mesh/one_shot", "all_reduce:mesh/two_shot"]
+
+    def join(rank):
+        with pytest.raises(HandshakeError, match="topology"):
+            hostring.init(rank, 2, store=store, transport="memory", topology=rules[rank], timeout=10.0)
+
+    import threading
+
+    threads = [threading.Thread(target=join, args=(r,), daemon=True) for r in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(20)
+        assert not t.is_alive()
+
+
+# ---------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize("order", ["rank", "ring", "tree"])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 100])
+@pytest.mark.parametrize("one_host", [True, False])
+def test_defaults_cover_every_size_with_what_is_allowed(order, world_size, one_host):
+    for topology in ("auto", "ring", "star", *(["tree"] if order == "tree" else [])):
+        rules = read_rules(topology, order)
+        table = default_table(rules, order, world_size, one_host=one_host)
+        assert set(table) == set(TUNED)
+        for collective, thresholds in table.items():
+            ends = [t.upto for t in thresholds]
+            assert ends == sorted(ends)
+            assert ends[-1] == WHOLE
+            assert {(t.topology, t.variant) for t in thresholds} <= set(rules.allowed(collective, order, world_size))
+
+
+def test_small_messages_take_one_round_and_large_ones_few_bytes():
+    for world_size in (3, 4, 8):
+        tuner = Tuner("auto", "rank", world_size)
+        assert tuner.all_reduce(1, 4).name == "mesh/one_shot"
+        assert tuner.all_reduce(1 << 24, 4).name == "mesh/two_shot"
+    two = Tuner("auto", "rank", 2)
+    assert {two.all_reduce(1 << k, 4).name for k in range(26)} == {"mesh/one_shot"}, (
+        "two ranks send the same bytes either way"
+    )
+
+
+def test_a_table_is_checked_against_the_rules():
+    tuner = Tuner("ring", "rank", 4)
+    with pytest.raises(ValueError, match="mesh/one_shot is not allowed"):
+        tuner.adopt({"all_reduce": [Threshold(WHOLE, "mesh", "one_shot")]}, "a file")
+
+
+def test_forcing_what_cant_be_says_what_can():
+    with pytest.raises(ValueError, match=r"use ring/relay or ring/chain"):
+        Tuner("ring", "rank", 4).force("rotate", 8)
+
+
+WAYS = [("mesh", "one_shot"), ("mesh", "two_shot"), ("ring", "relay"), ("ring", "chain"), ("star", "stream")]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_a_group_with_all_links_runs_every_schedule_with_the_same_bits(run_ranks, world_size):
+    """And its frames and counters are those of the schedule."""
+    rows = rank_distinct(world_size, 10_001)
+    expected = bits(fold_in_order("rank", rows))
+
+    def body(comm):
+        results = []
+        for topology, variant in WAYS:
+            comm._planner.drop()
+            comm._tuner.adopt({"all_reduce": [Threshold(WHOLE, topology, variant, 4096)]}, "this test")
+            before, due = comm.counters.payload_sent, comm.expected_payload("all_reduce", 10_001)
+            results.append(bits(comm.all_reduce(rows[comm.rank].copy())))
+            assert comm.counters.payload_sent - before == due
+        return results
+
+    for results in run_ranks(world_size, body):
+        assert results == [expected] * len(WAYS)
+
+
+@pytest.mark.parametrize("topology", list(TOPOLOGIES))
+def test_every_collective_runs_by_every_topology_on_a_mesh(run_ranks, topology):
+    n, rows = 4, rank_distinct(4, 96)
+    total = functools.reduce(np.add, rows)
+
+    def body(comm):
+        r = comm.rank
+        comm._tuner.adopt({c: [Threshold(WHOLE, topology, "", 64)] for c in TUNED if c != "all_reduce"}, "this test")
+        assert bits(comm.broadcast(rows[r].copy(), root=2)) == bits(rows[2])
+        assert bits(comm.all_gather(rows[r])) == bits(np.stack(rows))
+        assert bits(comm.reduce_scatter(rows[r].reshape(n, -1))) == bits(total.reshape(n, -1)[r])
+        assert bits(comm.reduce(rows[r].copy(), root=1)) == bits(total if r == 1 else rows[r])
+        assert bits(comm.all_to_all(rows[r].reshape(n, -1))) == bits(np.stack([row.reshape(n, -1)[r] for row in rows]))
+        assert bits(comm.scatter(rows[3].reshape(n, -1), root=3, out=np.empty(24, np.float32))) == bits(
+            rows[3].reshape(n, -1)[r]
+        )
+        gathered = comm.gather(rows[r], root=1)
+        assert (gathered is None) == (r != 1)
+        comm.barrier()
+        return True
+
+    assert run_ranks(n, body) == [True] * n
+
+
+@pytest.mark.parametrize("topology", ["ring", "star"])
+def test_ranks_of_unlike_float_dtypes_move_data_by_the_same_pieces(run_ranks, topology):
+    """The length of a piece must not come from the width of a rank's own dtype."""
+    values = np.arange(300_000, dtype=np.float32) % 256
+
+    def body(comm):
+        x = np.array(values if comm.rank == 0 else np.zeros_like(values), np.float32 if comm.rank != 2 else np.float16)
+        return bits(comm.broadcast(x, root=0).astype(np.float32))
+
+    assert run_ranks(4, body, topology=topology) == [bits(values)] * 4
+
+
+def test_uneven_shares_travel_in_long_pieces(run_ranks):
+    """On a ring, shares of other lengths on each rank are not forwarded element by element."""
+    counts = [1000, 20, 3, 4000]
+    parts = [np.full(count, r, np.float32) for r, count in enumerate(counts)]
+
+    def body(comm):
+        got = comm.all_gather(parts[comm.rank], counts=counts)
+        return bits(got), sum(link.messages_sent for link in comm.counters.links.values())
+
+    for got, messages in run_ranks(4, body, topology="ring"):
+        assert got == bits(np.concatenate(parts))
+        assert messages < 200
+
+
+# ---------------------------------------------------------------- agreement
+
+
+def tuning_of(world_size, way=("ring", "chain")):
+    curve = Curve("all_reduce", *way, 1 << 16, {64: 1e-6, 1 << 20: 1e-3}, {64: 1e-6, 1 << 20: 1e-3})
+    return Tuning("a test's tuning", one_host(world_size, 2), [curve])
+
+
+def test_nothing_is_counted_before_the_first_call(run_ranks):
+    def body(comm):
+        assert comm.recorder.rows() == []
+        return comm.counters.snapshot()
+
+    for snapshot in run_ranks(3, body):
+        assert snapshot["calls"] == {}
+        assert snapshot["payload_sent"] == snapshot["payload_received"] == snapshot["header_sent"] == 0
+        assert sum(snapshot["seconds"].values()) == 0 == len(snapshot["waited_for"])
+
+
+def test_what_rank_0_has_saved_is_used_by_all(run_ranks):
+    def body(comm):
+        if comm.rank == 0:
+            save(tuning_of(3), tuning.tuning_path(comm))
+        return tuning.tuning_path(comm)
+
+    paths = run_ranks(3, body)
+    assert len(set(paths)) == 1
+    assert json.loads(paths[0].read_text())["source"] == "a test's tuning"
+    rows = rank_distinct(3, 5000)
+
+    def again(comm):
+        return comm._tuner.source, comm._tuner.all_reduce(10, 4).name, bits(comm.all_reduce(rows[comm.rank].copy()))
+
+    for source, name, result in run_ranks(3, again):
+        assert (source, name) == ("a test's tuning", "ring/chain")
+        assert result == bits(fold_in_order("rank", rows))
+    assert run_ranks(2, lambda comm: comm._tuner.source) == ["the defaults for one host"] * 2, (
+        "another world size is another group"
+    )
+
+
+def test_a_saved_schedule_that_the_rules_forbid_is_not_used(run_ranks, monkeypatch, tmp_path):
+    save(tuning_of(3), tmp_path / "t.json")
+    monkeypatch.setenv("HOSTRING_TUNING", str(tmp_path / "t.json"))
+    assert run_ranks(3, lambda comm: comm._tuner.all_reduce(10, 4).name, topology="star") == ["star/stream"] * 3
+
+
+SCRIPT = """
+    import os, sys
+    if os.environ["RANK"] != "0":
+        os.environ["HOSTRING_TUNING"] = "off"
+    import hostring
+    with hostring.init() as comm:
+        table = {c: [(t.upto, t.topology, t.variant, t.segment_nbytes) for t in ts] for c, ts in comm._tuner.table.items()}
+        sys.stdout.write(f"{comm._tuner.source} {hash(repr(table))} {comm._tuner.all_reduce(1000, 4).name}\\n")
+"""
+
+
+def test_only_rank_0_decides(tmp_path):
+    save(tuning_of(2, ("star", "stream")), tmp_path / "t.json")
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    env = {**os.environ, "HOSTRING_TUNING": str(tmp_path / "t.json"), "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-m", "hostring.commands.cli", "launch", "-n", "2", str(tmp_path / "script.py")]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) == 2
+    assert len(set(lines)) == 1
+    assert lines[0].startswith("a test's tuning")
+    assert lines[0].endswith("star/stream")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"version": 0}', '{"version": 1, "source": "", "network": {}, "curves": []}']
+)
+def test_a_file_that_is_no_tuning_is_named_on_every_rank(run_ranks, monkeypatch, tmp_path, content):
+    (tmp_path / "t.json").write_text(content)
+    monkeypatch.setenv("HOSTRING_TUNING", str(tmp_path / "t.json"))
+    for error in run_ranks(2, lambda comm: None, check=False):
+        assert isinstance(error, HostringError)
+        assert "t.json" in str(error)
+
+
+def test_a_tuning_of_another_group_is_refused(run_ranks, monkeypatch, tmp_path):
+    save(tuning_of(5), tmp_path / "t.json")
+    monkeypatch.setenv("HOSTRING_TUNING", str(tmp_path / "t.json"))
+    for error in run_ranks(2, lambda comm: None, check=False):
+        assert "5 ranks, this group has 2" in str(error)
+
+
+def test_each_choice_is_explained_once(run_ranks, monkeypatch, tmp_path, capfd):
+    save(tuning_of(2), tmp_path / "t.json")
+    monkeypatch.setenv("HOSTRING_TUNING", str(tmp_path / "t.json"))
+    monkeypatch.setenv("HOSTRING_TRACE", "1")
+
+    def body(comm):
+        for n in (100, 100, 5000):
+            comm.all_reduce(np.ones(n, np.float32))
+        comm._planner.drop()
+        comm.all_reduce(np.ones(100, np.float32))
+        comm.broadcast(np.ones(3, np.float32))
+
+    run_ranks(2, body, topology="broadcast:star")
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("hostring: ")]
+    assert len(lines) == 3
+    assert lines[0].startswith("hostring: all_reduce of 400 bytes goes by ring/chain: a test's tuning; ring/chain 64K ")
+    assert "topology='broadcast:star' leaves 1" in lines[2]
+
+
+# ---------------------------------------------------------------- curves
+
+
+def test_a_curve_prefers_what_was_measured():
+    curve = Curve("all_reduce", "mesh", "one_shot", 0, {64: 1.0, 1024: 2.0, 4096: 8.0}, {1024: 4.0})
+    assert curve.seconds(1024) == 4.0
+    assert curve.seconds(4096) == pytest.approx(16.0), (
+        "the prediction, put right by what the nearest measurement showed"
+    )
+    assert curve.seconds(64) == pytest.approx(2.0)
+    assert Curve("all_reduce", "mesh", "one_shot", 0, {64: 1.0, 256: 4.0}).seconds(128) == pytest.approx(2.0)
+
+
+def test_the_table_takes_the_quickest_and_stays_where_little_is_gained():
+    a = Curve("all_reduce", "mesh", "one_shot", 0, {64: 1.0, 1 << 20: 100.0}, {64: 1.0, 1 << 20: 100.0})
+    b = Curve("all_reduce", "mesh", "two_shot", 0, {64: 2.0, 1 << 20: 50.0}, {64: 2.0, 1 << 20: 50.0})
+    close = Curve("all_reduce", "star", "stream", 0, {64: 0.99, 1 << 20: 99.0}, {64: 0.99, 1 << 20: 99.0})
+    untried = Curve("all_reduce", "ring", "chain", 0, {64: 1e-3, 1 << 20: 1e-3})
+    table = Tuning("", one_host(4, 2), [a, b, close, untried]).table(Tuner("auto", "rank", 4))["all_reduce"]
+    assert [t.variant for t in table] == ["one_shot", "two_shot"]
+    assert 1 << 12 <= table[0].upto <= 1 << 14, "the curves cross at 8 KB"
+    assert table[-1].upto == WHOLE
+
+
+def test_a_tuning_survives_its_file(tmp_path):
+    before = tuning_of(3)
+    save(before, tmp_path / "deep" / "t.json")
+    assert load(tmp_path / "deep" / "t.json") == before
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["t.json"]
+
+
+@pytest.mark.parametrize("topology", ["auto", "ring", "star"])
+def test_tuning_measures_links_and_tries_what_is_allowed(run_ranks, topology):
+    rows = rank_distinct(4, 3000)
+
+    def body(comm):
+        found = trial.tune(comm, collectives=("all_reduce", "broadcast"), sizes=(64, 4096), seconds=1e-4, rounds=1)
+        share(comm, found)
+        return found, comm._tuner.table, comm._tuner.source, bits(comm.all_reduce(rows[comm.rank].copy()))
+
+    results = run_ranks(4, body, topology=topology)
+    found = results[0][0]
+    neighbours = TOPOLOGIES["mesh" if topology == "auto" else topology].neighbours
+    links = {(a, b) for a, b in itertools.product(range(4), repeat=2) if b in neighbours(a, 4)}
+    allowed = read_rules(topology, "rank").allowed("all_reduce", "rank", 4)
+    assert set(found.network.special) == links
+    assert all(line.latency > 0 and line.rate > 0 for line in found.network.special.values())
+    assert {c.way for c in found.curves if c.collective == "all_reduce"} == set(allowed)
+    if topology == "auto":
+        assert all(seconds > 0 for c in found.curves for seconds in c.measured.values())
+        assert any(c.measured for c in found.curves)
+    tables = [table for _, table, _, _ in results]
+    assert all({c: list(t) for c, t in table.items()} == {c: list(t) for c, t in tables[0].items()} for table in tables)
+    assert {(source, result) for _, _, source, result in results} == {(found.source, bits(fold_in_order("rank", rows)))}
+    assert Tuning.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_a_group_can_be_measured_at_its_start(run_ranks, monkeypatch):
+    monkeypatch.setenv("HOSTRING_TUNING", "measure")
+    monkeypatch.setattr(trial, "SIZES", (64, 4096))
+    for source, calls in run_ranks(2, lambda comm: (comm._tuner.source, dict(comm.counters.calls))):
+        assert source == "links measured at start"
+        assert calls == {}
+
+
+def test_what_is_half_as_slow_again_is_not_tried_again():
+    ways = [trial._Way("all_reduce", "mesh", "one_shot", segment) for segment in (1, 2, 3, 4)]
+    found = dict(zip(ways, (1.5, 1.0, 1.51, 9.0), strict=True))
+    assert trial._hopeful(ways, found) == ways[:2]
+    assert trial._hopeful(ways[2:], found) == []  # the best of all counts, also when it is no longer tried
