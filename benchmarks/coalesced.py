@@ -3,22 +3,20 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from time import perf_counter
 
 import numpy as np
 
 import hostring
+from hostring.launch.cores import pin
 
 ROUNDS = 300
 
 
 def main() -> None:
     with hostring.init() as comm:
-        if hasattr(os, "sched_setaffinity"):
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})
+        pin(comm.rank)
         for count, n_elements in ((32, 256), (8, 1024), (8, 4096)):
             arrays = [np.ones(n_elements, np.float32) for _ in range(count)]
             each, together = [], []

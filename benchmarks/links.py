@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hostring.launch.cores import core_for
+
 HERE = Path(__file__).parent
 
 
@@ -202,7 +204,6 @@ def start_ranks(
     **popen: Any,
 ) -> list[subprocess.Popen[Any]]:
     """Start `argv` as one rank on each host. Rank 0's host is where they meet."""
-    cores = sorted(os.sched_getaffinity(0))
     port = str(20000 + os.getpid() % 10000)
     ranks = []
     for rank in range(world_size):
@@ -218,7 +219,7 @@ def start_ranks(
             "OMP_NUM_THREADS": "1",
             **(env or {}),
         }
-        core = cores[rank % len(cores)] if pin else None
+        core = core_for(rank) if pin else None
         ranks.append(subprocess.Popen(hosts.command(rank, argv, core), env=variables, **popen))
     return ranks
 

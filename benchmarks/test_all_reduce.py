@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import hostring
+from hostring.launch.cores import pin
 
 KINDS = ("numpy float32", "torch float32", "torch bfloat16")
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20)
@@ -31,7 +32,7 @@ def array(kind: str, nbytes: int) -> Any:
 def other(port: int, transport: str, kind: str, nbytes: int) -> None:
     """Rank 1: joins in until rank 0 brings a large number."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
+    pin(1)
     with hostring.init(1, 2, transport=transport, timeout=60.0) as comm:
         x = array(kind, nbytes)
         while x[0] < ENOUGH:
@@ -54,7 +55,7 @@ def reduce(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     child.start()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    os.sched_setaffinity(0, {min(cores)})
+    pin(0)
     try:
         with hostring.init(0, 2, transport=transport, timeout=60.0) as comm:
             x = array(kind, nbytes)

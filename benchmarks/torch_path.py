@@ -20,6 +20,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from hostring.launch.cores import pin
 from hostring.launch.ranks import launch
 
 WAYS = ("Comm.all_reduce", "torch's wrapper, then Comm", "process group", "dist.all_reduce")
@@ -28,9 +29,7 @@ WAYS = ("Comm.all_reduce", "torch's wrapper, then Comm", "process group", "dist.
 def work(options: argparse.Namespace) -> None:
     """A rank."""
     rank = int(os.environ["RANK"])
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    pin(rank)
     import torch
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d

@@ -59,10 +59,10 @@ def bench(
     Runs inside torchrun, mpirun, srun or hostring launch; without one it starts the ranks itself. Ends with exit code 1 when
     a result was wrong.
     """
-    from hostring.group.environment import launched
-
     options = dict(locals())
-    options.pop("launched")
+    from hostring.group.environment import launched
+    from hostring.launch.cores import pin as pin_to_core
+
     _check(options)
     place = launched(os.environ)
     if place is None:
@@ -72,16 +72,8 @@ def bench(
     if ranks not in (None, place.world_size):
         raise ValueError(f"--ranks {ranks}, but {place.by} started {place.world_size}; leave out --ranks")
     if pin:
-        _pin(place.local_rank if place.local_rank is not None else place.rank)
+        pin_to_core(place.local_rank if place.local_rank is not None else place.rank)
     raise typer.Exit(_run(options))
-
-
-def _pin(local_rank: int) -> None:
-    """One core for this rank, before anything starts a thread."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
 
 
 def _run(options: dict[str, Any]) -> int:

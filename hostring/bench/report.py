@@ -12,6 +12,7 @@ from typing import Any
 from hostring.bench.loop import LoopRow
 from hostring.bench.measure import Row
 from hostring.bench.sizes import show
+from hostring.group.peer_info import usable_cores
 
 _COLUMNS = "{:>9} {:>10} {:>9} {:>5}  {:<15} {:<21} {:>9} {:>9} {:>9} {:>8} {:>8} {:>7} {:>6}"
 _LOOP = "{:<15} {:<17} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>5} {:>7} {:>6}  {}"
@@ -117,7 +118,7 @@ def environment() -> dict[str, Any]:
         except PackageNotFoundError:
             return None
 
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores = usable_cores()
     return {
         "system": platform.platform(),
         "machine": platform.machine(),

@@ -95,9 +95,11 @@ def _show(console: object, token: str) -> None:
 
 def _run(program: list[str] | None, module: bool, environment: dict[str, str]) -> int:
     """Run the program as this machine's rank. The secret is in its environment, never on its command line."""
+    from hostring.launch.exits import exit_code
+
     environment = {**os.environ, **environment}
     argv = ["-m", "hostring.commands.cluster"] if not program else (["-m", *program] if module else program)
-    return subprocess.run([sys.executable, *argv], env=environment, check=False).returncode
+    return exit_code(subprocess.run([sys.executable, *argv], env=environment, check=False).returncode)
 
 
 def check() -> None:

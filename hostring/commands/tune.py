@@ -59,6 +59,7 @@ def tune(
     """
     from hostring.bench.sizes import parse_sizes
     from hostring.group.environment import launched
+    from hostring.launch.cores import pin as pin_to_core
     from hostring.topologies.rules import read_rules
 
     nbytes = parse_sizes(sizes)
@@ -70,11 +71,8 @@ def tune(
         raise typer.Exit(launch(["-m", "hostring.commands.cli", *sys.argv[1:]], ranks or 2))
     if ranks not in (None, place.world_size):
         raise ValueError(f"--ranks {ranks}, but {place.by} started {place.world_size}; leave out --ranks")
-    if pin and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(
-            0, {cores[(place.local_rank if place.local_rank is not None else place.rank) % len(cores)]}
-        )
+    if pin:
+        pin_to_core(place.local_rank if place.local_rank is not None else place.rank)
     os.environ["HOSTRING_TUNING"] = "off"  # what is tuned are the defaults, not what an earlier run left
     import hostring
     from hostring.tuning import trial
@@ -119,7 +117,9 @@ def _spoken(speaks: bool) -> Iterator[tuple[Any, Any]]:
 
 
 def _show(console: Console, comm: Comm, found: Tuning, sizes: list[int], details: bool) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    from hostring.group.peer_info import usable_cores
+
+    cores = len(usable_cores())
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > 2 * max(cores, comm.world_size):
         console.print(f"the load of this machine is {os.getloadavg()[0]:.1f}: what others do here is in all figures")
     console.print(links_table(found.network))

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
+from hostring.group.peer_info import usable_cores
+from hostring.launch.exits import exit_code, how_it_ended
 from hostring.launch.orphans import LAUNCHER
 from hostring.launch.restarts import Revival
 from hostring.store.server import StoreServer
@@ -89,7 +91,7 @@ def _environment(
     """`torch_port` is free: torch's own rendezvous would run there, ours runs at `port`."""
     unwanted = ("RING_CONFIG", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     inherited = {key: value for key, value in os.environ.items() if key not in unwanted}
-    threads = max(1, len(os.sched_getaffinity(0)) // n) if hasattr(os, "sched_getaffinity") else 1
+    threads = max(1, len(usable_cores()) // n)
     return {
         "OMP_NUM_THREADS": str(
             threads
@@ -169,7 +171,9 @@ class _Ranks:
     def _revived(self, codes: Sequence[int | None]) -> bool:
         """Start the failed ranks again. False when one of them is not to be, and nothing more is worth doing."""
         failed = {rank: code for rank, code in enumerate(codes) if code}
-        if self._revival is None or not all(self._revival.again(rank, _ended(code)) for rank, code in failed.items()):
+        if self._revival is None or not all(
+            self._revival.again(rank, how_it_ended(code)) for rank, code in failed.items()
+        ):
             return False
         for rank in failed:
             self._kill(rank)
@@ -183,10 +187,12 @@ class _Ranks:
         code = codes[rank] or 0
         others = sum(code is None for code in codes)
         stopping = f"; stopping the {others} that still run" if others else ""
-        log.warning("hostring: rank %d (process %d) %s%s", rank, self._processes[rank].pid, _ended(code), stopping)
+        log.warning(
+            "hostring: rank %d (process %d) %s%s", rank, self._processes[rank].pid, how_it_ended(code), stopping
+        )
         self._wait_all(self._last_words, lambda: False)
         self.end_all()
-        return 128 - code if code < 0 else code
+        return exit_code(code)
 
     def _interrupted(self) -> int:
         first = self._received[0]
@@ -259,11 +265,3 @@ def _code(process: subprocess.Popen[bytes]) -> int | None:
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-
-
-def _ended(code: int) -> str:
-    if code > 0:
-        return f"exited with code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"

@@ -16,6 +16,7 @@ from hostring.integrations.llm.demo.board import Board
 from hostring.integrations.llm.demo.job import Job
 from hostring.integrations.llm.demo.resume import how_to_come_back, nobody_restarts
 from hostring.integrations.llm.demo.screen import Screen
+from hostring.launch.cores import pin
 from hostring.launch.ranks import launch
 
 if TYPE_CHECKING:
@@ -121,23 +122,13 @@ class _Channel:
         self._connection.send_bytes(json.dumps([self._rank, kind, value]).encode())
 
 
-def _pin(rank: int, ranks: int) -> None:
-    """Give each rank cores of its own, when there are enough."""
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // ranks
-    if each:
-        os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
-
-
 def _rank_main() -> None:
     """What a rank process of the demo runs."""
     told = json.loads(os.environ.pop(_CHANNEL))
     job, rank = Job.from_json(told["job"]), int(os.environ["RANK"])
     channel = _Channel(rank, told["port"], bytes.fromhex(told["key"]))
     channel.tell("stage", "starting")
-    _pin(rank, job.ranks)
+    pin(rank, job.ranks)
     import torch
 
     import hostring
