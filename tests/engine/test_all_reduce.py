@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
-from conftest import in_processes, in_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import COMBINATIONS, HELD, as_library, bits, fold_in_order, force, host, rank_distinct
+from ranks import in_processes, in_threads
 
 from hostring.arrays.dtypes import BY_NAME
 

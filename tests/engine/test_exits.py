@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from typing import Any
 import faulty
 import numpy as np
 import pytest
+from ranks import free_ports, side_by_side, successes
 
 import hostring
 from hostring import GroupClosedError, HostringError, OperationTimeout
@@ -214,12 +213,7 @@ def test_a_deadline_holds_against_a_trickle() -> None:
             errors[rank] = exc, time.monotonic() - started
         comm.close()
 
-    threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+    successes(side_by_side([lambda: body(0), lambda: body(1)]))
     assert isinstance(errors[0][0], OperationTimeout)
     assert max(seconds for _, seconds in errors.values()) < 3.0
 
@@ -294,11 +288,3 @@ def test_in_a_ring_without_a_store_all_name_the_same_rank(how: str, tmp_path: Pa
 def repeat(call: Callable[[], Any]) -> None:
     for _ in range(3):
         call()
-
-
-def free_ports(n: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(n)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import in_threads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import as_library, bits, fold_in_order, rank_distinct
+from ranks import in_threads
 
 from hostring.arrays.dtypes import BY_NAME
 

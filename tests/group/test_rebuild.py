@@ -7,28 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import side_by_side
 
 import hostring
 from hostring.group.rendezvous import MemoryStore
-
-
-def ranks(world_size: int, body: Any) -> list[Any]:
-    """Run `body(rank)` in a thread per rank. Returns results or exceptions."""
-    results: list[Any] = [None] * world_size
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = body(rank)
-        except BaseException as exc:
-            results[rank] = exc
-
-    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(30)
-        assert not t.is_alive(), "a rank hangs"
-    return results
 
 
 def contribution(rank: int) -> np.ndarray[Any, Any]:
@@ -64,7 +46,7 @@ def test_survivors_go_on_alone_in_their_old_order(transport: str, world_size: in
     expected = np.zeros(5, np.float32) + contribution(left[0])
     for r in left[1:]:
         expected = expected + contribution(r)
-    results = ranks(world_size, body)
+    results = side_by_side([lambda r=r: body(r) for r in range(world_size)])
     for new_rank, old_rank in enumerate(left):
         got = results[old_rank]
         assert not isinstance(got, BaseException), results
@@ -94,7 +76,7 @@ def test_a_rank_comes_back_where_it_stood(dead: int) -> None:
         with comm.rebuild(min_ranks=3, timeout=15) as comm:
             return comm.rank, comm.all_reduce(contribution(comm.rank))
 
-    results = ranks(4, body)
+    results = side_by_side([lambda r=r: body(r) for r in range(4)])
     expected = contribution(0) + contribution(1) + contribution(2)
     for who in {0, 1, 2, 3} - {dead}:
         got = results[who]
@@ -121,7 +103,7 @@ def test_too_few_ranks_is_an_error_that_counts_them() -> None:
             assert (alone.rank, alone.world_size) == (0, 1)
         return "refused"
 
-    assert ranks(2, body)[0] == "refused"
+    assert side_by_side([lambda r=r: body(r) for r in range(2)])[0] == "refused"
 
 
 def test_a_group_without_a_store_says_so(run_ranks: Any) -> None:

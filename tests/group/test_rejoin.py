@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import side_by_side
 
 import hostring
 from hostring.errors import CollectiveMismatch, HostringError, RendezvousError
@@ -133,24 +134,6 @@ def test_a_killed_process_comes_back(dead: int, meeting_place: dict[str, str], t
 # ------------------------------------------------------------------ what goes wrong on the way
 
 
-def in_ranks(bodies: list[Any]) -> list[Any]:
-    """One thread per body. Results, or exceptions."""
-    results: list[Any] = [TimeoutError("hangs")] * len(bodies)
-
-    def run(k: int) -> None:
-        try:
-            results[k] = bodies[k]()
-        except BaseException as exc:
-            results[k] = exc
-
-    threads = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    return results
-
-
 def repeat(call: Callable[[], Any]) -> None:
     """A rank may have done its part in a call before it goes."""
     for _ in range(3):
@@ -204,7 +187,7 @@ def test_a_rank_that_dies_while_the_group_is_rebuilt_spoils_one_attempt_only(mon
         with hostring.init(2, 3, store=store, transport="tcp", timeout=20, rejoin=True) as again:
             return again.rank, float(again.all_reduce(np.array([10.0**again.rank]))[0])
 
-    assert in_ranks([lambda: survivor(0), lambda: survivor(1), victim]) == [(0, 111.0), (1, 111.0), (2, 111.0)]
+    assert side_by_side([lambda: survivor(0), lambda: survivor(1), victim]) == [(0, 111.0), (1, 111.0), (2, 111.0)]
     assert died.is_set()
 
 
@@ -217,7 +200,7 @@ def test_where_all_ranks_ask_to_come_back_they_form_the_group() -> None:
         with hostring.init(rank, 3, store=store, transport="tcp", timeout=20, rejoin=True) as comm:
             return comm.rank, float(comm.all_reduce(np.array([10.0**rank]))[0])
 
-    assert in_ranks([lambda: newcomer(0), lambda: newcomer(1), lambda: newcomer(2)]) == [
+    assert side_by_side([lambda: newcomer(0), lambda: newcomer(1), lambda: newcomer(2)]) == [
         (0, 111.0),
         (1, 111.0),
         (2, 111.0),
@@ -233,7 +216,7 @@ def test_a_leader_that_falls_silent_is_replaced(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RendezvousError, match="1 here, at least 3 needed"):
         leading.survive(1)
     deadline = time.monotonic() + 20
-    seats = in_ranks(
+    seats = side_by_side(
         [
             elastic.Regrouping(store, "g", 1, 2, lambda: 0, deadline).come_back,
             lambda: elastic.Regrouping(store, "g", 0, 2, lambda: 0, deadline).survive(1),
@@ -260,7 +243,7 @@ def test_the_dead_are_not_on_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(1.0)
         return late.come_back()
 
-    seats = in_ranks([lambda: elastic.Regrouping(store, "g", 0, 2, lambda: 0, deadline).survive(1), come_late])
+    seats = side_by_side([lambda: elastic.Regrouping(store, "g", 0, 2, lambda: 0, deadline).survive(1), come_late])
     assert [seat.world_size for seat in seats] == [2, 2]
     assert sorted(seat.rank for seat in seats) == [0, 1]
 

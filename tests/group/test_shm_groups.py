@@ -18,8 +18,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import in_processes, in_threads
 from oracle import bits, fold_in_order, rank_distinct
+from ranks import in_processes, in_threads, side_by_side, successes
 from test_shm import footprint
 
 import hostring
@@ -128,30 +128,11 @@ def test_tcp_stays_tcp_even_when_the_others_would_share() -> None:
         with hostring.init(rank, 3, store=store, transport=transport, timeout=20.0) as comm:
             return carriers(comm)["data"], reduced(comm)
 
-    got = side_by_side([lambda: body(0, "auto"), lambda: body(1, "tcp"), lambda: body(2, "auto")])
+    got = successes(side_by_side([lambda: body(0, "auto"), lambda: body(1, "tcp"), lambda: body(2, "auto")]))
     assert [links for links, _ in got] == [{1: "tcp", 2: "shm"}, {0: "tcp", 2: "tcp"}, {0: "shm", 1: "tcp"}]
     assert all(results == expected(3) for _, results in got)
     for links in in_threads(2, carriers, transport="tcp"):
         assert {carrier for kind in links.values() for carrier in kind.values()} == {"tcp"}
-
-
-def side_by_side(jobs: list[Any]) -> list[Any]:
-    results: list[Any] = [TimeoutError("hangs")] * len(jobs)
-
-    def body(i: int) -> None:
-        try:
-            results[i] = jobs[i]()
-        except Exception as exc:
-            results[i] = exc
-
-    threads = [threading.Thread(target=body, args=(i,), name=f"rank {i}", daemon=True) for i in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
-    failures = [result for result in results if isinstance(result, Exception)]
-    assert not failures, failures
-    return results
 
 
 def test_two_hosts_with_two_ranks_each_share_memory_within_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +154,7 @@ def test_two_hosts_with_two_ranks_each_share_memory_within_each(monkeypatch: pyt
         with hostring.init(rank, 4, store=store, timeout=20.0) as comm:
             return carriers(comm), reduced(comm)
 
-    for rank, (links, results) in enumerate(side_by_side([lambda r=r: body(r) for r in range(4)])):
+    for rank, (links, results) in enumerate(successes(side_by_side([lambda r=r: body(r) for r in range(4)]))):
         neighbour = rank ^ 1
         for kind in ("data", "p2p"):
             assert links[kind] == {peer: "shm" if peer == neighbour else "tcp" for peer in range(4) if peer != rank}
@@ -310,7 +291,7 @@ def test_a_ring_config_within_one_host_shares_memory(tmp_path: Path) -> None:
         group.close()
         return kinds
 
-    for kinds in side_by_side([lambda: body(0), lambda: body(1)]):
+    for kinds in successes(side_by_side([lambda: body(0), lambda: body(1)])):
         assert kinds == {"data": "ShmLink", "control": "SocketLink", "p2p": "ShmLink"}
 
 

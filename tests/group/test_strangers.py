@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+from ranks import side_by_side, successes
 
 import hostring
 from hostring.group import dialing as wiring
@@ -106,30 +107,20 @@ def to_a_rank(hello: Any, peer: int) -> Any:
 
 def start(port: int) -> float:
     """Form a group, use it, close it. Returns the seconds until it was formed, of the slowest rank."""
-    seconds: list[float] = []
-    failures: list[BaseException] = []
 
-    def body(rank: int) -> None:
+    def body(rank: int) -> float:
         store = TcpStore.at("127.0.0.1", port, secret=SECRET, deadline=time.monotonic() + 30)
         try:
             started = time.monotonic()
             with hostring.init(rank, WORLD_SIZE, store=store, transport="tcp", timeout=30) as comm:
-                seconds.append(time.monotonic() - started)
+                seconds = time.monotonic() - started
                 assert comm.all_reduce(np.array([10.0**rank]))[0] == 111.0
                 assert len(comm._group.links) == 3 * (WORLD_SIZE - 1)
-        except BaseException as exc:
-            failures.append(exc)
+            return seconds
         finally:
             store.close()
 
-    threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(WORLD_SIZE)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert failures == []
-    assert len(seconds) == WORLD_SIZE, "a rank hangs"
-    return max(seconds)
+    return max(successes(side_by_side([lambda r=r: body(r) for r in range(WORLD_SIZE)])))
 
 
 @pytest.fixture

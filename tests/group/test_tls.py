@@ -13,9 +13,11 @@ import link_contract
 import numpy as np
 import pytest
 from link_contract import LEFT, RIGHT, Pair
+from ranks import side_by_side, successes
 
 import hostring
 from hostring.errors import HandshakeError
+from hostring.group.rendezvous import MemoryStore
 
 pytest.importorskip("cryptography")
 from hostring.transports import tls
@@ -131,23 +133,16 @@ def test_the_bits_are_those_of_plain_links(
 def test_without_a_secret_there_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOSTRING_SECRET", raising=False)
     with pytest.raises(ValueError, match="HOSTRING_SECRET"):
-        hostring.init(0, 2, transport="tls", store=hostring.rendezvous.MemoryStore())
+        hostring.init(0, 2, transport="tls", store=MemoryStore())
 
 
 def test_plain_and_encrypted_ranks_refuse_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hostring.group.rendezvous import MemoryStore
 
     monkeypatch.setenv("HOSTRING_SECRET", "between us")
-    store, failures = MemoryStore(), [None, None]
+    store = MemoryStore()
 
     def body(rank: int) -> None:
-        with pytest.raises(HandshakeError, match="encrypted") as failure:
+        with pytest.raises(HandshakeError, match="encrypted"):
             hostring.init(rank, 2, transport=("tls", "tcp")[rank], store=store, timeout=10)
-        failures[rank] = failure.value  # type: ignore[call-overload]
 
-    threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(20)
-    assert all(failures)
+    successes(side_by_side([lambda: body(0), lambda: body(1)]))

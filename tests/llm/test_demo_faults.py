@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import in_threads
 
 import hostring
 from hostring.group.rendezvous import MemoryStore
@@ -134,8 +135,6 @@ def undisturbed(comm: hostring.Comm) -> list[tuple[list[int], str]]:
 @pytest.fixture(scope="module")
 def answers() -> list[tuple[list[int], str]]:
     """What three ranks, as threads of one process, answer to each prompt alone."""
-    from conftest import in_threads
-
     found: list[list[tuple[list[int], str]]] = in_threads(3, undisturbed, timeout=60.0)
     return found[0]
 
@@ -335,8 +334,6 @@ def silent(kind: str, value: Any) -> None:
 
 def measured(what: Job) -> dict[str, Any]:
     """The figures of a run on ranks that are threads."""
-    from conftest import in_threads
-
     result = in_threads(what.ranks, lambda comm: measure(what, comm, silent))[0]
     assert isinstance(result, dict)
     return result
@@ -430,8 +427,6 @@ def test_a_rank_that_does_not_come_back_in_time_ends_the_run() -> None:
         return measure(
             work if comm.rank == 0 else replace(work, patience=0.0), comm, tell if comm.rank == 0 else silent
         )
-
-    from conftest import in_threads
 
     result, other = in_threads(2, body, check=False, store=store, transport="tcp")
     assert isinstance(other, hostring.HostringError)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import RankFailed, in_threads
+from ranks import RankFailed, in_threads
 
 import hostring
 from hostring.integrations.llm.checkpoint.weights import open_checkpoint

@@ -13,6 +13,7 @@ import textwrap
 import numpy as np
 import pytest
 from oracle import bits, fold_in_order, rank_distinct
+from ranks import side_by_side, successes
 
 import hostring
 from hostring.cost.network import one_host
@@ -106,14 +107,7 @@ def test_ranks_with_different_rules_refuse_each_other(run_ranks):
         with pytest.raises(HandshakeError, match="topology"):
             hostring.init(rank, 2, store=store, transport="memory", topology=rules[rank], timeout=10.0)
 
-    import threading
-
-    threads = [threading.Thread(target=join, args=(r,), daemon=True) for r in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(20)
-        assert not t.is_alive()
+    successes(side_by_side([lambda: join(0), lambda: join(1)]))
 
 
 # ---------------------------------------------------------------- tables
