@@ -27,15 +27,15 @@ def arrays(n_elements: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("kind", list(arrays(1)))
-def test_to_the_wire(benchmark: Any, kind: str, nbytes: int) -> None:
-    x, wire = arrays(nbytes // 4)[kind], np.zeros(nbytes // 4, np.float32)
-    benchmark(adapter_for(x).to_wire, x, wire)
-    assert wire[-1] == 1.0
+def test_stage(benchmark: Any, kind: str, nbytes: int) -> None:
+    x, host = arrays(nbytes // 4)[kind], np.zeros(nbytes // 4, np.float32)
+    benchmark(adapter_for(x).stage, x, host)
+    assert host[-1] == 1.0
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("kind", list(arrays(1)))
-def test_from_the_wire(benchmark: Any, kind: str, nbytes: int) -> None:
-    x, wire = arrays(nbytes // 4)[kind], np.full(nbytes // 4, 2.0, np.float32)
-    benchmark(adapter_for(x).from_wire, wire, x)
+def test_unstage(benchmark: Any, kind: str, nbytes: int) -> None:
+    x, host = arrays(nbytes // 4)[kind], np.full(nbytes // 4, 2.0, np.float32)
+    benchmark(adapter_for(x).unstage, host, x)
     assert float(x[-1]) == 2.0

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from hostring import torch_hook
 
 if TYPE_CHECKING:
-    from hostring.arrays.staging import Adapter, register_adapter
+    from hostring.arrays.adapter import Adapter
+    from hostring.arrays.staging import register_adapter
     from hostring.comm import Comm
     from hostring.engine.work import Work
     from hostring.errors import (
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 
-_HOMES = {"Comm": "comm", "Adapter": "arrays.staging", "register_adapter": "arrays.staging", "Work": "engine.work"}
+_HOMES = {"Comm": "comm", "Adapter": "arrays.adapter", "register_adapter": "arrays.staging", "Work": "engine.work"}
 
 
 def __getattr__(name: str) -> Any:

@@ -199,7 +199,7 @@ class Comm(Caller):
             if view is not None and view.dtype == dtype:
                 np.copyto(piece, view)
             else:
-                adapter.to_wire(x, piece)
+                adapter.stage(x, piece)
         self.counters.phases[STAGE] += perf_counter() - started
         self._all_reduce(buffer, op, timeout, detail)
         started = perf_counter()
@@ -207,7 +207,7 @@ class Comm(Caller):
             if view is not None and view.dtype == dtype:
                 np.copyto(view, piece)
             else:
-                arrays[k] = adapter.from_wire(piece, x)
+                arrays[k] = adapter.unstage(piece, x)
         self.counters.phases[STAGE] += perf_counter() - started
         return arrays
 
@@ -484,7 +484,7 @@ class Comm(Caller):
         dtype, view = adapter.dtype(x), adapter.view(x)
         data = np.empty(math.prod(x.shape), dtype) if view is None else view
         if view is None:
-            adapter.to_wire(x, data)
+            adapter.stage(x, data)
         work = self._messenger.send(data, dst, tag, self.timeout if timeout is None else timeout, async_op, owner=x)
         return work if async_op else self._finish(work)
 
@@ -506,7 +506,7 @@ class Comm(Caller):
         adapter = adapter_for(x)
         dtype, view = adapter.dtype(x), adapter.view(x)
         data = np.empty(math.prod(x.shape), dtype) if view is None else view
-        put_back = None if view is not None else lambda: adapter.from_wire(data, x)
+        put_back = None if view is not None else lambda: adapter.unstage(data, x)
         work = self._messenger.recv(
             data,
             src,

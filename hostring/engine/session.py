@@ -12,10 +12,11 @@ from typing import Any, Final
 import numpy as np
 
 from hostring.arrays import mxint8
+from hostring.arrays.adapter import Adapter
 from hostring.arrays.casting import cast, copy
 from hostring.arrays.dtypes import BFLOAT16, FLOAT32, MXINT8, WIRES, Array, DType, carrier, check_op, nbytes_of
 from hostring.arrays.fold import divide
-from hostring.arrays.staging import Adapter, adapter_for
+from hostring.arrays.staging import adapter_for
 from hostring.engine import fork
 from hostring.engine.choice import Tuner
 from hostring.engine.control import Control, again
@@ -176,7 +177,7 @@ class Caller:
         if view is not None and view.dtype == BFLOAT16:
             np.copyto(data, view)  # faster than any library's own
         else:
-            adapter.to_wire(x, data)
+            adapter.stage(x, data)
         if own != wire and adapter.dtype(x) == wire:
             return data, self._round(data, data.nbytes)
         return data, view.view(carrier(view.dtype)) if view is not None and view.dtype != wire else None
@@ -215,7 +216,7 @@ class Caller:
         before = perf_counter()
         if op == "avg":
             divide(data, self.world_size)
-        result = adapter.from_wire(data, x)
+        result = adapter.unstage(data, x)
         self.counters.phases[STAGE] += perf_counter() - before
         return result
 
@@ -225,7 +226,7 @@ class Caller:
         if view is None:
             data = self._planner.room(math.prod(x.shape), adapter.dtype(x))
             adapter.reuse(x, data)
-            adapter.to_wire(x, data)
+            adapter.stage(x, data)
         else:
             data = view
         return data.view(carrier(data.dtype)), view
@@ -280,8 +281,8 @@ class Caller:
     def _hand_out(self, adapter: Adapter, result: Array, x: Any, shape: tuple[int, ...], out: Any) -> Any:
         """A host result as an array like `x`, or in `out`."""
         if out is None:
-            return adapter.from_wire(result, x, tuple(shape))
-        return adapter_for(out).from_wire(result, out)
+            return adapter.unstage(result, x, tuple(shape))
+        return adapter_for(out).unstage(result, out)
 
     def _gathered(self, x: Any, counts: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         adapter_for(x).dtype(x)

@@ -61,7 +61,8 @@ def test_what_is_not_locked_is_only_slower(case):
 
 
 def test_staging_asks_for_it_with_memory_that_is_reused(run_ranks):
-    from hostring.arrays.staging import Adapter, register_adapter
+    from hostring.arrays.adapter import Adapter
+    from hostring.arrays.staging import register_adapter
 
     class Remote:
         """An array that has to be staged."""
@@ -72,11 +73,11 @@ def test_staging_asks_for_it_with_memory_that_is_reused(run_ranks):
     rooms: list[int] = []
 
     class RemoteAdapter(Adapter):
-        def to_wire(self, x, wire):
-            wire[...] = x.values.ravel()
+        def stage(self, x, host):
+            host[...] = x.values.ravel()
 
-        def from_wire(self, wire, x, shape=None):
-            return Remote(wire.astype(x.dtype).reshape(x.shape if shape is None else shape))
+        def unstage(self, host, x, shape=None):
+            return Remote(host.astype(x.dtype).reshape(x.shape if shape is None else shape))
 
         def reuse(self, x, room):
             rooms.append(room.ctypes.data)

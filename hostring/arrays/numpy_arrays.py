@@ -1,0 +1,58 @@
+"""numpy arrays and scalars."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from hostring.arrays.adapter import Adapter
+from hostring.arrays.casting import copy, fresh
+from hostring.arrays.dtypes import BY_NAME, CODES, DTYPES, Array, DType, name_of
+from hostring.arrays.overlaps import overlap
+
+
+class NumpyAdapter(Adapter):
+    """Subclasses of ndarray travel as the plain array that they are made of: a matrix, for one, is never flat itself."""
+
+    def view(self, x: Array) -> Array | None:
+        if not x.flags.carray or not x.dtype.isnative:
+            return None
+        if type(x) is not np.ndarray:
+            x = x.view(np.ndarray)
+        return x if x.ndim == 1 else x.reshape(-1)
+
+    def dtype(self, x: Array) -> DType:
+        code = CODES.get(x.dtype)
+        return BY_NAME[name_of(x.dtype.newbyteorder("="))] if code is None else DTYPES[code]
+
+    def writable(self, x: Array) -> bool:
+        return isinstance(x, np.ndarray) and x.flags.writeable
+
+    def overlap(self, x: Array) -> int:
+        return overlap(x.shape, x.strides, x.itemsize)
+
+    def empty(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return np.empty(shape, self.dtype(x))
+
+    def stage(self, x: Array, host: Array) -> None:
+        copy(host.reshape(x.shape), np.asarray(x))
+
+    def unstage(self, host: Array, x: Array, shape: tuple[int, ...] | None = None) -> Array:
+        if shape is not None:
+            return fresh(host, self.dtype(x), shape)
+        if self.writable(x):
+            copy(np.asarray(x), host.reshape(x.shape))
+            return x
+        new = fresh(host, x.dtype, x.shape)
+        return new if isinstance(x, np.ndarray) else new[()]
+
+
+def refuse_masked(x: Any) -> None:
+    """Raise `TypeError` for a masked array: a collective has no rule for elements that are there on some ranks only."""
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(x, masked.MaskedArray):
+        raise TypeError(
+            "a numpy masked array can't travel: a collective would ignore its mask; pass x.filled(value), or x.data and x.mask"
+        )
