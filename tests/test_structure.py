@@ -20,7 +20,7 @@ LINKED = {"transports": ROOT / "transports", "integrations": ROOT / "integration
 
 LAYERS = (
     ("errors", "torch_hook"),
-    ("arrays", "transports"),
+    ("arrays", "transports", "command_line"),
     ("topologies", "store"),
     ("group",),
     ("engine",),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hostring.bench.measure import Row
 from hostring.bench.sizes import show
 
-_MOST_SHADED = 3  # more areas on top of each other say nothing
+MAX_SHADED = 3  # curves; more areas would hide each other
 _STYLES = [
     ("#0072B2", "o"),
     ("#D55E00", "s"),
@@ -20,17 +21,21 @@ _STYLES = [
 ]
 
 
-def plot(path: str, rows: Sequence[Row], title: str) -> None:
-    """Write `path`; its ending says in which format. One curve per contender, collective and dtype.
+def check_format(path: str) -> None:
+    """Raises: ValueError, when matplotlib can't write files with the ending of `path`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed; says how to get it.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as exc:
-        raise ModuleNotFoundError("--plot needs matplotlib: pip install 'hostring[plot]'") from exc
+    ending = Path(path).suffix.lstrip(".").lower()
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if ending and ending not in known:  # without an ending matplotlib appends .png
+        raise ValueError(f"--plot {path}: no format is called {ending!r}; use one of {', '.join(known)}")
+
+
+def plot(path: str, rows: Sequence[Row], title: str) -> None:
+    """Write `path`; its ending says in which format. One curve per contender, collective and dtype."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     curves: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row.case.nbytes:
@@ -51,12 +56,12 @@ def plot(path: str, rows: Sequence[Row], title: str) -> None:
             "linestyle": dashes,
         }
         latency.plot(x, [row.p50 * 1e6 for row in points], label=names[key], **style)
-        if len(curves) <= _MOST_SHADED:
+        if len(curves) <= MAX_SHADED:
             least, late = [r.least * 1e6 for r in points], [r.p99 * 1e6 for r in points]
             latency.fill_between(x, least, late, color=colour, alpha=0.12, linewidth=0)
         bandwidth.plot(x, [row.case.busbw(row.p50) for row in points], label=names[key], **style)
     sizes = sorted({row.case.nbytes for points in curves.values() for row in points})
-    shading = ", shaded from fastest to p99" if len(curves) <= _MOST_SHADED else ""
+    shading = ", shaded from fastest to p99" if len(curves) <= MAX_SHADED else ""
     _axis(latency, f"Time per call: median{shading}", "microseconds", sizes)
     _axis(bandwidth, "Bus bandwidth", "GB/s", sizes)
     latency.legend(fontsize=9, framealpha=0.9)

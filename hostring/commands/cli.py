@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import typer
 
+from hostring.command_line import run
 from hostring.commands import certify, cluster, doctor, launch, model, plan, trace, tune
-from hostring.errors import HostringError
 
 app = typer.Typer(
     help="The same bits on every rank, over plain Ethernet.",
@@ -36,12 +34,8 @@ def options(
 
 
 def main() -> None:
-    """Run the command line. What a user can put right is a message without a traceback, and exit code 1."""
-    try:
-        app()
-    except (HostringError, ValueError, FileNotFoundError, ModuleNotFoundError) as exc:
-        print(f"hostring: {exc}", file=sys.stderr)
-        sys.exit(1)
+    """Run the command line."""
+    run(app, "hostring")
 
 
 if __name__ == "__main__":

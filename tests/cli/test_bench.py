@@ -259,7 +259,7 @@ def test_sizes_are_written_as_they_are_read():
 )
 def test_what_is_refused_is_refused_before_ranks_are_started(arguments, words):
     run = bench(*arguments)
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert run.stderr.startswith("hostring-bench: ")
     assert words in run.stderr
     assert run.stderr.count("\n") == 1

@@ -90,7 +90,7 @@ def test_the_command_prints_prices_and_writes_them(tmp_path):
 def test_a_wrong_links_file_is_named(tmp_path):
     (tmp_path / "links.json").write_text('{"latency": 60}')
     shown = run("plan", "topology", "--links", str(tmp_path / "links.json"))
-    assert shown.returncode == 1
+    assert shown.returncode == 2
     assert "links.json: unknown key latency" in shown.stderr
 
 
