@@ -1,29 +1,34 @@
-"""The collectives as schedules, for any topology: who owns what, who needs it where. See graph.py for how it travels."""
+"""The collectives as schedules, for any topology: who owns what, and who needs it where.
+
+How it travels is in `routes`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from hostring.topologies.routes import Place, Share, Transfer, contribute, move, shares_of
-from hostring.topologies.schedule import DATA, OUT, Builder, Range, Schedule, offsets
+from hostring.topologies.routes import Builder, Place, Share, Transfer, contribute, move
+from hostring.topologies.schedule import DATA, OUT, Range, Schedule, offsets
 
-WHOLE = 1 << 62  # a segment length that never splits: data that only moves needs no pipelining on a direct link
+WHOLE = 1 << 62  # a segment length that never splits: on a direct link, data that only moves needs no pipelining
 
 
 def one_shot(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
-    """All-reduce: everybody's contribution goes to everybody, and each rank folds for itself.
+    """All-reduce for small messages: everybody's contribution goes to everybody, and each rank folds for itself.
 
-    Cost: on a mesh 1 round and (N-1)·S bytes per rank, one network latency; on a ring ("relay") about N/2 rounds.
+    Cost: (N-1)·S bytes sent per rank. On a mesh 1 round, one network latency. On a ring, where it is called "relay" and
+    the contributions travel both ways round, about N/2 rounds.
     """
+    return _to_all_of(place, n_elements, order, segment, range(place.world_size))
+
+
+def _to_all_of(place: Place, n_elements: int, order: str, segment: int, owners: Iterable[int]) -> Schedule:
+    """Each of `owners` folds the whole of everybody's `DATA` into its own."""
+    # The "ring" order starts elsewhere in each chunk.
+    parts = [(0, n_elements)] if order != "ring" else place.chunks(n_elements)
+    shares = [Share(a, b, {r: Range(DATA, a, b) for r in owners}, c + 1) for c, (a, b) in enumerate(parts)]
     build = Builder()
-    everyone = range(place.world_size)
-    contribute(
-        place,
-        build,
-        shares_of(place, n_elements, order, lambda a, b: {r: Range(DATA, a, b) for r in everyone}),
-        order,
-        segment,
-    )
+    contribute(place, build, shares, order, segment)
     return build.schedule(n_elements)
 
 
@@ -56,11 +61,7 @@ def owned(place: Place, n_elements: int, order: str, segment: int, owners: Seque
 
 def reduce(place: Place, n_elements: int, order: str, segment: int, root: int) -> Schedule:
     """Everybody's contribution goes to `root`, which folds. `DATA` of the others is left as it is."""
-    build = Builder()
-    contribute(
-        place, build, shares_of(place, n_elements, order, lambda a, b: {root: Range(DATA, a, b)}), order, segment
-    )
-    return build.schedule(n_elements)
+    return _to_all_of(place, n_elements, order, segment, [root])
 
 
 def reduce_scatter(place: Place, counts: Sequence[int], order: str, segment: int) -> Schedule:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hostring.topologies.collectives import one_shot as _one_shot
 from hostring.topologies.collectives import owned
 from hostring.topologies.routes import Place
 from hostring.topologies.schedule import Schedule
@@ -16,11 +15,9 @@ def next_hop(at: int, dst: int, world_size: int) -> int:
     return dst
 
 
-def one_shot(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
-    """One round, (N-1)·S bytes sent per rank: one network latency, for small messages."""
-    return _one_shot(place, n_elements, order, segment)
-
-
 def two_shot(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
-    """Each rank owns one chunk: collect it from all, fold it, hand the result to all. 2(N-1)/N·S bytes sent per rank."""
+    """Each rank owns one chunk: it collects it from all, folds it, and sends the result to all.
+
+    Cost: 2(N-1)/N·S bytes sent per rank.
+    """
     return owned(place, n_elements, order, segment, [(r, a, b) for r, (a, b) in enumerate(place.chunks(n_elements))])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hostring.topologies.collectives import one_shot
-from hostring.topologies.routes import Place
-from hostring.topologies.schedule import DATA, Builder, Range, Schedule, segments
+from hostring.topologies.routes import Builder, Place
+from hostring.topologies.schedule import DATA, Range, Schedule, segments
 
 
 def neighbours(rank: int, world_size: int) -> set[int]:
@@ -17,13 +16,8 @@ def next_hop(at: int, dst: int, world_size: int) -> int:
     return (at + 1) % world_size if right <= world_size - right else (at - 1) % world_size
 
 
-def relay(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
-    """Raw contributions travel both ways round, and each rank folds for itself. Small messages."""
-    return one_shot(place, n_elements, order, segment)
-
-
 def chain(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
-    """The sum grows from rank 0 to rank N-1, then the result travels on round the ring. At most 2·S bytes sent per rank.
+    """The sum grows from rank 0 to rank N-1, then the result travels round the ring. At most 2·S bytes sent per rank.
 
     Cost: 2(N-1) rounds before the first segment is everywhere, then one segment per round.
     """
@@ -44,7 +38,7 @@ def chain(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
 
 
 def rotate(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
-    """The classical ring: N-1 steps that reduce and scatter, N-1 that gather. 2(N-1)/N·S bytes sent per rank.
+    """The classical ring: N-1 rounds of reduce-scatter, then N-1 of all-gather. 2(N-1)/N·S bytes sent per rank.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009.
     """

@@ -1,7 +1,7 @@
-"""Moving ranges between ranks along the links that a topology has, store and forward, pipelined by segments.
+"""How ranges travel between ranks along the links of a topology: stored and forwarded, pipelined by segments.
 
 Every collective is described once, as transfers (who owns what, who needs it where). A topology only says which link
-leads towards a rank; a rank in between forwards. On a mesh every path is one link, so nothing is forwarded.
+leads towards a rank; the ranks in between forward. On a mesh every path is one link, so nothing is forwarded.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-from hostring.arrays.fold import expression
-from hostring.topologies.schedule import DATA, Builder, Range, segments, split_evenly
+from hostring.arrays.fold import Expression, expression
+from hostring.topologies.schedule import DATA, OUT, Fold, Range, Recv, Round, Schedule, Send, segments, split_evenly
 
 NextHop: TypeAlias = Callable[[int, int, int], int]  # (at, dst, world_size) -> the neighbour of `at` towards `dst`
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's view of the group: who it is and how its messages travel.
+    """One rank's view of the group: its rank, and how its messages travel.
 
     Attributes:
         unit: elements that stay together: a contribution is cut at multiples of it only.
@@ -42,6 +42,41 @@ class Place:
         return path
 
 
+class Builder:
+    """Collects the sends, receives and folds of one rank by round number, and measures the scratch that they name."""
+
+    def __init__(self) -> None:
+        self._sends: dict[int, list[Send]] = {}
+        self._recvs: dict[int, list[Recv]] = {}
+        self._folds: dict[int, list[Fold]] = {}
+        self._scratch: dict[str, int] = {}
+
+    def send(self, round_: int, peer: int, what: Range, raw: bool = False, result: bool = False) -> None:
+        self._sends.setdefault(round_, []).append(Send(peer, what, raw, result))
+
+    def recv(self, round_: int, peer: int, into: Range, raw: bool = False, result: bool = False) -> Range:
+        """Add a receive. Returns `into`."""
+        self._reserve(into)
+        self._recvs.setdefault(round_, []).append(Recv(peer, into, raw, result))
+        return into
+
+    def fold(self, round_: int, into: Range, sources: Expression) -> None:
+        self._reserve(into)
+        self._folds.setdefault(round_, []).append(Fold(into, sources))
+
+    def _reserve(self, r: Range) -> None:
+        if r.buffer not in (DATA, OUT):
+            self._scratch[r.buffer] = max(self._scratch.get(r.buffer, 0), r.stop)
+
+    def schedule(self, data: int, out: int = 0) -> Schedule:
+        """What was collected, over a `DATA` of `data` elements and an `OUT` of `out` elements."""
+        last = max((*self._sends, *self._recvs, *self._folds), default=-1)
+        rounds = (
+            Round(self._sends.get(k, ()), self._recvs.get(k, ()), self._folds.get(k, ())) for k in range(last + 1)
+        )
+        return Schedule(tuple(rounds), data, out, self._scratch)
+
+
 @dataclass(frozen=True)
 class Transfer:
     """`what` of rank `src` goes to `into[dst]` at each `dst`. All ranges have the same length. `result`: see `Send`."""
@@ -58,8 +93,8 @@ def move(place: Place, build: Builder, transfers: Iterable[Transfer], segment: i
         depth, children = _spanning_tree(place, transfer)
         if place.rank not in depth:
             continue
-        result = transfer.result and max(depth.values()) == 1  # what is passed on may be for ranks of several dtypes
-        pieces = segments(0, len(transfer.what), segment)
+        result = transfer.result and max(depth.values()) == 1  # a forwarded result may be for ranks of several dtypes
+        pieces = segments(0, transfer.what.stop - transfer.what.start, segment)
         for s, (a, b) in enumerate(pieces):
             start = first_round + s
             here = transfer.into.get(place.rank)
@@ -95,7 +130,7 @@ def _spanning_tree(place: Place, transfer: Transfer) -> tuple[dict[int, int], di
 
 @dataclass(frozen=True)
 class Share:
-    """A part of every rank's `DATA` that is folded at `owners`, each into its own `into[owner]`.
+    """A part of every rank's `DATA` that is folded at the owners, each into its own `into[owner]`.
 
     `ring_start` is the rank at which the "ring" order begins for this part.
     """
@@ -116,7 +151,11 @@ def contribute(place: Place, build: Builder, shares: Sequence[Share], order: str
     for number, share in enumerate(shares):
         ways = _Ways(place, share)
         for s, (a, b) in enumerate(segments(share.start, share.stop, segment)):
-            _Piece(build, share, ways, number, s, a, b).add(order)
+            held = {src: _carry(build, ways, number, src, s, Range(DATA, a, b)) for src in ways.here}
+            if place.rank in share.into:
+                into = _cut(share.into[place.rank], a - share.start, b - share.start)
+                terms = [held[src] for src in range(place.world_size)]
+                build.fold(s + ways.longest - 1, into, expression(order, terms, share.ring_start))
         longest = max(longest, ways.longest)
     return longest
 
@@ -126,11 +165,11 @@ class _Ways:
 
     Attributes:
         longest: hops of the longest way to an owner, at least 1.
-        here: by source, of those whose contribution comes past: (hops from it, parent here or None at the source, children here).
+        here: by source, for each contribution that passes this rank: (hops from the source; the neighbour that it comes
+            from, None at the source itself; the neighbours that it goes on to).
     """
 
     def __init__(self, place: Place, share: Share) -> None:
-        self.rank, self.world_size = place.rank, place.world_size
         own = Range(DATA, share.start, share.stop)
         trees = {src: _spanning_tree(place, Transfer(src, own, share.into)) for src in range(place.world_size)}
         self.longest = max(1, *(depth[owner] for depth, _ in trees.values() for owner in share.into))
@@ -145,41 +184,15 @@ class _Ways:
         }
 
 
-class _Piece:
-    """One segment of one share: its contributions on their way, and its fold."""
-
-    def __init__(self, build: Builder, share: Share, ways: _Ways, number: int, s: int, a: int, b: int) -> None:
-        self.build, self.share, self.ways = build, share, ways
-        self.name, self.s, self.a, self.b = f"in.{number}", s, a, b
-
-    def add(self, order: str) -> None:
-        share, ways = self.share, self.ways
-        held = {src: self._carry(src, *way) for src, way in ways.here.items()}
-        if ways.rank in share.into:
-            into = _cut(share.into[ways.rank], self.a - share.start, self.b - share.start)
-            terms = [held[src] for src in range(ways.world_size)]
-            self.build.fold(self.s + ways.longest - 1, into, expression(order, terms, share.ring_start))
-
-    def _own(self) -> Range:
-        return Range(DATA, self.a, self.b)
-
-    def _carry(self, src: int, hops: int, parent: int | None, children: Sequence[int]) -> Range:
-        if parent is None:
-            held = self._own()
-        else:
-            # A slot is free again once its segment was folded, and was forwarded one round after it came.
-            slots = max(self.ways.longest - hops, 1 if children else 0) + 1
-            held = Range(f"{self.name}.{src}.{self.s % slots}", 0, self.b - self.a)
-            self.build.recv(self.s + hops - 1, parent, held, raw=True)
-        for child in children:
-            self.build.send(self.s + hops, child, held, raw=True)
-        return held
-
-
-def shares_of(
-    place: Place, n_elements: int, order: str, into: Callable[[int, int], Mapping[int, Range]]
-) -> list[Share]:
-    """The whole buffer as one share or, for the "ring" order, as one share per chunk, since each starts elsewhere."""
-    if order != "ring":
-        return [Share(0, n_elements, into(0, n_elements))]
-    return [Share(a, b, into(a, b), c + 1) for c, (a, b) in enumerate(place.chunks(n_elements))]
+def _carry(build: Builder, ways: _Ways, number: int, src: int, s: int, own: Range) -> Range:
+    """Receive segment `s` of the contribution of `src` to share `number`, and forward it. Returns where it is held."""
+    hops, parent, children = ways.here[src]
+    held = own
+    if parent is not None:
+        # A slot is free again once its segment was folded, and was forwarded one round after it came.
+        slots = max(ways.longest - hops, 1 if children else 0) + 1
+        held = Range(f"in.{number}.{src}.{s % slots}", 0, own.stop - own.start)
+        build.recv(s + hops - 1, parent, held, raw=True)
+    for child in children:
+        build.send(s + hops, child, held, raw=True)
+    return held

@@ -1,4 +1,4 @@
-"""What the user allows the tuner: `topology="…"` and HOSTRING_TOPOLOGY, plain or in NCCL's manner.
+"""What the user allows the tuner: `topology="…"` and HOSTRING_TOPOLOGY, a plain name or rules as in NCCL.
 
 mesh                                  these links, and their schedules for everything
 all_reduce:mesh;broadcast:star        for these collectives only these schedules; the rest is left to the tuner
@@ -59,7 +59,8 @@ class Rules:
         if not found:
             wanted = ", ".join(sorted({t for t, _ in others}))
             raise ValueError(
-                f"topology: the rule for {collective} asks for {wanted}, whose links a {self.links} of {world_size} ranks doesn't have; "
+                f"topology: the rule for {collective} asks for {wanted}, "
+                f"whose links a {self.links} of {world_size} ranks doesn't have; "
                 f"use mesh links, or {self.links} for {collective}"
             )
         return found
@@ -69,7 +70,7 @@ def read_rules(text: str, order: str) -> Rules:
     """Read a topology string.
 
     Raises:
-        ValueError: an unknown name, something said twice, or a pair of topology and order that can't hold; names what can.
+        ValueError: an unknown name, a repeated rule, or a topology that can't hold the order; it names those that can.
     """
     links, ways = "", {}
     for item in filter(None, (part.strip() for part in text.lower().split(";"))):

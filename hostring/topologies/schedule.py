@@ -1,11 +1,11 @@
 """Schedules: what one rank sends, receives and folds, round by round, as data. No I/O, no clock, no state.
 
 Nomenclature: a *chunk* is one rank's share of a buffer, a *segment* is a pipelined piece of a chunk. All positions
-and counts are in elements. The buffers of a program are named: `DATA` is what the caller brought, `OUT` is what the
-caller gets (for collectives that don't work in place), anything else is scratch that the engine provides.
+and counts are in elements. Buffers have names: `DATA` is the caller's array, `OUT` is the caller's result (for
+collectives that don't work in place), any other name is scratch that the engine provides.
 
-Within a round everything is sent as it was before the round; what is received and folded in the round is seen from
-the next round on. A message sent in round k is received in round k, and messages between two ranks keep their order.
+A round sends the contents that its buffers had before the round. What a round receives and folds is visible from the
+next round on. A message sent in round k is received in round k, and messages between two ranks keep their order.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Range:
 class Send:
     """Send `what` to rank `peer`.
 
-    `raw` marks an unreduced contribution, which may travel in its own 16 bits; `result` a result for that rank alone, which
-    may travel in the 16 bits that its contribution came in, since it will round it to those.
+    `raw` marks a contribution before any fold. It may travel in its own 16 bits. `result` marks a result for that rank
+    alone. It may travel in the 16-bit dtype of that rank's contribution, to which that rank will round it anyway.
     """
 
     peer: int
@@ -49,7 +49,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Receive into `into` from rank `peer`. `raw` and `result` say that the sender marked it so."""
+    """Receive into `into` from rank `peer`. `raw` and `result` are the same as those of the matching `Send`."""
 
     peer: int
     into: Range
@@ -95,41 +95,8 @@ class Schedule:
         return sum(len(s.what) for r in self.rounds for s in r.sends if raw is None or s.raw == raw)
 
 
-class Builder:
-    """Collects the sends, receives and folds of one rank by round number, and measures the scratch they name."""
-
-    def __init__(self) -> None:
-        self._sends: dict[int, list[Send]] = {}
-        self._recvs: dict[int, list[Recv]] = {}
-        self._folds: dict[int, list[Fold]] = {}
-        self._scratch: dict[str, int] = {}
-
-    def send(self, round_: int, peer: int, what: Range, raw: bool = False, result: bool = False) -> None:
-        self._sends.setdefault(round_, []).append(Send(peer, what, raw, result))
-
-    def recv(self, round_: int, peer: int, into: Range, raw: bool = False, result: bool = False) -> Range:
-        self._need(into)
-        self._recvs.setdefault(round_, []).append(Recv(peer, into, raw, result))
-        return into
-
-    def fold(self, round_: int, into: Range, sources: Expression) -> None:
-        self._need(into)
-        self._folds.setdefault(round_, []).append(Fold(into, sources))
-
-    def _need(self, r: Range) -> None:
-        if r.buffer not in (DATA, OUT):
-            self._scratch[r.buffer] = max(self._scratch.get(r.buffer, 0), r.stop)
-
-    def schedule(self, data: int, out: int = 0) -> Schedule:
-        last = max((*self._sends, *self._recvs, *self._folds), default=-1)
-        rounds = (
-            Round(self._sends.get(k, ()), self._recvs.get(k, ()), self._folds.get(k, ())) for k in range(last + 1)
-        )
-        return Schedule(tuple(rounds), data, out, self._scratch)
-
-
 def split_evenly(n_elements: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Boundaries of `parts` consecutive pieces whose lengths differ by at most one `unit` of elements. Pieces may be empty."""
+    """Boundaries of `parts` consecutive pieces, whose lengths differ by at most one `unit`. Pieces may be empty."""
     base, extra = divmod(-(-n_elements // unit), parts)
     return list(pairwise(min((i * base + min(i, extra)) * unit, n_elements) for i in range(parts + 1)))
 
@@ -140,7 +107,7 @@ def segments(start: int, stop: int, length: int) -> list[tuple[int, int]]:
 
 
 def batches(sizes: Sequence[int], small: int, most: int) -> list[list[int]]:
-    """Positions in `sizes`, batch by batch: those of at most `small` elements together, as long as they are at most `most` in all."""
+    """Positions in `sizes`, batch by batch. Sizes up to `small` share batches of at most `most`; others are alone."""
     found: list[list[int]] = []
     current: list[int] = []
     held = most + 1

@@ -18,5 +18,5 @@ def next_hop(at: int, dst: int, world_size: int) -> int:
 
 
 def stream(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
-    """The hub folds in the declared order as the prefix arrives, and sends a segment out while later ones come in."""
+    """The hub folds each segment once all contributions to it are there, and sends it out while later ones come in."""
     return owned(place, n_elements, order, segment, [(HUB, 0, n_elements)])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hostring.topologies.routes import Place
-from hostring.topologies.schedule import DATA, Builder, Range, Schedule, segments
+from hostring.topologies.routes import Builder, Place
+from hostring.topologies.schedule import DATA, Range, Schedule, segments
 
 
 def _half(n: int) -> int:
@@ -15,7 +15,7 @@ def _half(n: int) -> int:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Rank `right`, which holds the sum of `leaves` ranks, hands it to rank `left`. `depth` levels lie below them."""
+    """Rank `right` passes the sum of `leaves` ranks to rank `left`. `depth` is the height of their subtree."""
 
     depth: int
     left: int

@@ -12,7 +12,8 @@ import numpy as np
 
 from hostring.cost.network import UNLIMITED, Host, Line, Network
 from hostring.engine.sending import Buffers
-from hostring.topologies.schedule import DATA, Builder, Range, Schedule
+from hostring.topologies.routes import Builder
+from hostring.topologies.schedule import DATA, Range, Schedule
 
 if TYPE_CHECKING:
     from hostring.comm import Comm
