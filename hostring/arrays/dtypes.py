@@ -1,7 +1,7 @@
-"""The dtypes that travel, their codes on the wire, and which operator may reduce which of them.
+"""The dtypes that travel, their codes in frames, and which operator may reduce which of them.
 
-Reductions compute in the *wire dtype*: float32 for every float of 32 bits or less, the dtype itself otherwise.
-Every float16, bfloat16 and float8 value is exactly a float32 value, so ranks of different float dtypes sum the same numbers.
+Reductions compute in the *wire dtype*: float32 for every float of 32 bits or less, the dtype itself otherwise. Every
+float16, bfloat16 and float8 value is exactly a float32 value, so ranks of different float dtypes sum the same numbers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy.typing as npt
 Array: TypeAlias = "npt.NDArray[Any]"
 DType: TypeAlias = "np.dtype[Any]"
 
-# The position in this tuple is the code on the wire. Append only.
+# The position in this tuple is the code in frames. Append only.
 NAMES: Final = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
-    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float8_e4m3", "float8_e3m4",
-    "float8_e4m3b11fnuz",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float8_e4m3",
+    "float8_e3m4", "float8_e4m3b11fnuz",
 )  # fmt: skip
 
 
@@ -36,33 +36,34 @@ FLOAT16: Final = BY_NAME["float16"]
 BFLOAT16: Final = BY_NAME["bfloat16"]
 
 BLOCK: Final = 32
-# A payload's byte, in which 8-bit blocks travel: see `blocks`. No array's dtype, and so in no table above.
+# One byte of a payload of 8-bit blocks: see `mxint8`. No array has this dtype, so it is in no table above.
 MXINT8: Final = np.dtype([("mxint8", np.uint8)])
-PAYLOADS: Final[dict[int, DType]] = {**dict(enumerate(DTYPES)), 128: MXINT8}
+_MXINT8_CODE: Final = 128
+PAYLOADS: Final[dict[int, DType]] = {**dict(enumerate(DTYPES)), _MXINT8_CODE: MXINT8}
 PAYLOAD_CODES: Final[dict[DType, int]] = {dtype: code for code, dtype in PAYLOADS.items()}
 WIRES: Final[dict[str, DType]] = {"float32": FLOAT32, "bfloat16": BFLOAT16, "mxint8": MXINT8}
 """What a group may round float32 contributions to."""
 
-# Looked up by value: a copy of a dtype, such as `newbyteorder` makes, says that it is not built in.
+# Looked up by value, because a copy of a dtype, such as `newbyteorder` makes, claims not to be built in.
 _CARRIERS: Final = {dtype: dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}") for dtype in DTYPES}
 
 _FLOATS: Final = frozenset(n for n in NAMES if n.startswith(("float", "bfloat")))
 _COMPLEX: Final = frozenset({"complex64", "complex128"})
 _INTEGERS: Final = frozenset(n for n in NAMES if n.startswith(("int", "uint")))
 
-OPS: Final = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")  # the position is the code on the wire
+OPS: Final = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")  # the position is the code in frames
+
+# Kinds beside the codes of single dtypes, for data that only moves: each rank may choose its own width.
+FLOAT_KIND: Final = 200
+COMPLEX_KIND: Final = 201
 
 
 def name_of(dtype: DType) -> str:
-    """The wire name of a numpy dtype. Raises `TypeError` for one that hostring doesn't carry."""
+    """hostring's name of a numpy dtype. Raises `TypeError` for one that can't travel."""
     code = CODES.get(dtype)
     if code is None:
         raise TypeError(f"dtype {dtype} can't travel; use one of {', '.join(NAMES)}")
     return NAMES[code]
-
-
-def is_float(dtype: DType) -> bool:
-    return name_of(dtype) in _FLOATS
 
 
 def wire_dtype(dtype: DType) -> DType:
@@ -90,15 +91,15 @@ def kind_code(dtype: DType) -> int:
     """What data movement compares: all floats are one kind, all complex another, everything else only itself."""
     name = name_of(dtype)
     if name in _FLOATS:
-        return 200
-    return 201 if name in _COMPLEX else CODES[dtype]
+        return FLOAT_KIND
+    return COMPLEX_KIND if name in _COMPLEX else CODES[dtype]
 
 
 def kind_name(code: int) -> str:
     """The words for a `kind_code`, for error messages."""
-    if code == 200:
+    if code == FLOAT_KIND:
         return "a float dtype"
-    if code == 201:
+    if code == COMPLEX_KIND:
         return "a complex dtype"
     return NAMES[code] if code < len(NAMES) else f"unknown dtype code {code}"
 

@@ -1,4 +1,4 @@
-"""Folding: two contributions become one. And the declared orders in which contributions are folded.
+"""Folding two contributions into one, and the declared orders in which contributions are folded.
 
 An order is written as a nested pair expression over ranks: ((0, 1), 2) folds x0 with x1, and the result with x2.
 """
@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 
-from hostring.arrays.casting import copy
+from hostring.arrays.casting import copy, quietly
 from hostring.arrays.dtypes import BFLOAT16, FLOAT16, FLOAT32, Array, DType
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ Fold2: TypeAlias = Callable[[Array, Array, Array], Any]
 BindAdd: TypeAlias = Callable[[Array], Callable[[Array], Any]]
 Expression: TypeAlias = "Any"  # T, or a pair of expressions over T
 
-ORDERS: Final = ("rank", "ring", "tree")  # the position is the code on the wire
+ORDERS: Final = ("rank", "ring", "tree")  # the position is the code in frames
 
 _UFUNCS: Final[dict[str, Fold2]] = {
     "sum": np.add,
@@ -39,32 +39,30 @@ _BOOL_UFUNCS: Final[dict[str, Fold2]] = {
     "min": np.logical_and,
 }
 
-_FEW: Final = {
-    FLOAT16: 1 << 8,
-    BFLOAT16: 1 << 11,
-}  # elements up to which numpy widens, adds and rounds in less time than a library adds
+# Elements up to which numpy widens, adds and rounds in less time than a library adds in 16 bits.
+_MAX_NUMPY_ELEMENTS: Final = {FLOAT16: 1 << 8, BFLOAT16: 1 << 11}
 _NARROW_SUMS: Final[dict[DType, BindAdd]] = {}
 
 
 def register_narrow_sum(dtype: DType, bind: BindAdd) -> None:
-    """Let `bind(other)` make what adds long arrays of a 16-bit `dtype`: `add(total)` adds the present contents of `other`.
+    """Use `bind(other)` to add long arrays of a 16-bit `dtype`.
 
-    Arrays are given in their carrier. The bits must be those of adding in float32, making every NaN the plain one, and rounding
-    to nearest even.
+    It returns a function `add(total)` that adds the contents of `other` to `total`. Arrays come in their carrier dtype.
+    The bits must be those of adding in float32, replacing every NaN by the plain one, and rounding to nearest even.
     """
     _NARROW_SUMS[dtype] = bind
 
 
 def narrow_sum(dtype: DType, n_elements: int) -> BindAdd | None:
-    """What adds two contributions of a 16-bit dtype without widening them in memory; None where nothing here can, or not fast."""
-    few = n_elements <= _FEW.get(dtype, -1)
+    """The fastest way to add two contributions of a 16-bit dtype as they are; None where widening them is as fast."""
+    few = n_elements <= _MAX_NUMPY_ELEMENTS.get(dtype, -1)
     return partial(_narrow_sum_of_few, dtype) if few else _NARROW_SUMS.get(dtype)
 
 
 def _narrow_sum_of_few(dtype: DType, other: Array) -> Callable[[Array], Any]:
     fold, theirs = fold_functions("sum", FLOAT32)[1], other.view(dtype)
     left, right = np.empty(other.size, FLOAT32), np.empty(other.size, FLOAT32)
-    widen = np.copyto if dtype == BFLOAT16 else copy  # a signalling NaN of float16 may be an error to numpy
+    widen = quietly(np.copyto)
 
     def add(total: Array) -> None:
         sums = total.view(dtype)
@@ -77,51 +75,40 @@ def _narrow_sum_of_few(dtype: DType, other: Array) -> Callable[[Array], Any]:
 
 
 def fold_functions(op: str, dtype: DType) -> tuple[Fold2, Fold2]:
-    """The function `f(left, right, out)` that folds two wire arrays of `dtype`, and the one for the fold that gives a result.
+    """Two functions `f(left, right, out)` for arrays of `dtype`: for inner folds, and for the one that gives a result.
 
-    Integers wrap, bool sums are OR. The bits depend on the operands alone: not on the position in the array, where numpy
-    changes from vector to scalar instructions, nor on the machine. See docs/numerical-contract.md.
+    Integers wrap, bool sums are OR. The bits depend on the operands alone: not on the position in the array, where
+    numpy changes from vector to scalar instructions, nor on the machine. See docs/numerical-contract.md. numpy neither
+    warns nor raises, whatever the caller's settings. A function may run on one thread at a time.
     """
     if dtype == np.bool_:
         return _BOOL_UFUNCS[op], _BOOL_UFUNCS[op]
     if dtype.kind in "iu":
         return _UFUNCS[op], _UFUNCS[op]
     special: dict[str, Fold2] = {"min": _minimum, "max": _maximum} if dtype.kind == "f" else {"prod": _complex_product}
-    fold = special.get(op, _UFUNCS[op])
-    return _quiet(fold), _with_plain_nans(fold, dtype)
+    fold = special[op] if op in special else quietly(_UFUNCS[op])
+    return fold, _with_plain_nans(fold, dtype)
 
 
 @np.errstate(all="ignore")
 def divide(total: Array, world_size: int) -> None:
-    """The second half of "avg", in place: complex numbers as pairs, since numpy multiplies them by a rounded reciprocal."""
+    """Divide the sum of an "avg" in place.
+
+    Complex numbers are divided as pairs: numpy would use a rounded reciprocal.
+    """
     parts = total.view(total.real.dtype) if total.dtype.kind == "c" else total
     np.divide(parts, world_size, out=parts)
 
 
-def _quiet(fold: Fold2) -> Fold2:
-    """`fold`, where overflow is an error to numpy: it says so after the result is written, and inf is the right result."""
-
-    def quiet(left: Array, right: Array, out: Array) -> None:
-        try:  # noqa: SIM105 - `suppress` takes as long as a small fold
-            fold(left, right, out)
-        except (FloatingPointError, RuntimeWarning):
-            pass
-
-    return quiet
-
-
 def _with_plain_nans(fold: Fold2, dtype: DType) -> Fold2:
-    """`fold`, with every NaN of the result made the plain one: which NaN comes out of two depends on the instruction."""
+    """`fold`, but every NaN of the result is the plain one: which of two NaNs survives depends on the instruction."""
     part = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else None
 
     def plain(left: Array, right: Array, out: Array) -> None:
-        try:  # noqa: SIM105 - see `_quiet`
-            fold(left, right, out)
-        except (FloatingPointError, RuntimeWarning):
-            pass
+        fold(left, right, out)
         flat = out if part is None else out.view(part)
         if flat.size:
-            largest = flat.item(flat.argmax())  # a NaN counts as the largest; the fastest way to find one
+            largest = flat.item(flat.argmax())  # argmax takes a NaN for the largest; nothing finds one faster
             if largest != largest:
                 flat[np.isnan(flat)] = np.nan
 
@@ -148,7 +135,7 @@ def _maximum(left: Array, right: Array, out: Array) -> None:
 
 @np.errstate(all="ignore")
 def _complex_product(left: Array, right: Array, out: Array) -> None:
-    """By real operations, each rounded: numpy's own product fuses some of them, on some machines."""
+    """Multiply by real operations, each rounded: numpy's own product fuses some of them on some machines."""
     real = left.real * right.real
     real -= left.imag * right.imag
     imag = left.real * right.imag
@@ -160,10 +147,10 @@ def expression(order: str, terms: Sequence[T], start: int = 0) -> Expression:
     """The nested pairs in which `terms`, given by rank, are folded.
 
     Args:
-        order: "rank" is ((x0 + x1) + x2) + …; "ring" is the same from rank `start` on, round the ring;
+        order: "rank" is ((x0 + x1) + x2) + …; "ring" is the same but begins at rank `start`;
             "tree" is the balanced binary tree whose left half is the largest power of two below the count.
         terms: one per rank, or per unit when a rank holds several.
-        start: where the ring begins for this chunk; the other orders ignore it.
+        start: the rank at which "ring" begins for this chunk; the other orders ignore it.
     """
     if order == "tree":
         return _balanced(terms)

@@ -1,8 +1,9 @@
 """MXINT8: blocks of 32 consecutive float32 numbers that share a power of two and keep 8 bits each.
 
-A payload of n elements is n signed bytes, then one byte per block, its scale: the exponent of the largest magnitude as float32
-has it, so that element q of a block of scale E stands for q * 2^(E - 133). The last block may be short. A scale of 255 makes the
-whole block NaN. Source: OCP Microscaling Formats (MX) Specification 1.0, where the bytes lie otherwise.
+A payload of n elements is n signed bytes, then one byte per block, its scale: the float32 exponent of the block's
+largest magnitude. Element q of a block of scale E stands for q * 2^(E - 133). The last block may be short. A scale of
+255 makes the whole block NaN. Source: OCP Microscaling Formats (MX) Specification 1.0, which orders the bytes in
+another way.
 """
 
 from __future__ import annotations
@@ -14,26 +15,24 @@ import numpy as np
 
 from hostring.arrays.dtypes import BLOCK, Array
 
-_PIECE: Final = (
-    1 << 16
-)  # elements that are worked on at once: longer than what numpy adds to each call, short enough for a cache
-_AT_ONCE: Final = (
-    1 << 12
-)  # elements up to which numpy's own reduction finds the largest of each block sooner than long loops do
+# Elements that one numpy call works on: enough to make the call's overhead small, few enough for a cache.
+_PIECE: Final = 1 << 16
+# Elements up to which numpy's own reduction finds the largest of each block sooner than loops over the array.
+_MAX_REDUCE_ELEMENTS: Final = 1 << 12
 _LARGEST: Final = 127
-_MANTISSA_BITS: Final = np.array(
-    23, np.int32
-)  # an array, because numpy takes longer to make one than to shift a few numbers
-_HUGE: Final = 238 << 23  # 2^111: from here on there is no room for `_MAGIC`, and NaN and infinity are here too
+_MANTISSA_BITS: Final = np.array(23, np.int32)  # an array: making one takes numpy longer than shifting a few numbers
+_HUGE: Final = 238 << 23  # the bits of 2^111: from here on `_MAGIC` would overflow; NaN and infinity are here too
 _SCALES: Final = np.arange(256)
-_WEIGHTS: Final = np.ldexp(1.0, _SCALES - 133).astype(np.float32)
+with np.errstate(all="ignore"):  # the smallest weight is a subnormal number
+    _WEIGHTS: Final = np.ldexp(1.0, _SCALES - 133).astype(np.float32)
 _WEIGHTS[255] = np.nan
-# x + 1.5 * 2^(e + 17) has its last bit at 2^(e - 6): the addition rounds, to nearest even, and leaves 64 / 2^e * x in the lowest byte.
+# x + 1.5 * 2^(e + 17) has its last bit at 2^(e - 6): the addition rounds to nearest even and leaves 64 / 2^e * x in the
+# lowest byte.
 _MAGIC: Final = np.where(_SCALES < 238, np.ldexp(1.5, _SCALES - 110), 0).astype(np.float32)
 
 
 def round_to_blocks(values: Array, payload: Array) -> None:
-    """Round `values`, float32, to what MXINT8 holds, in place, and write them as a payload.
+    """Round `values`, float32, in place to numbers that MXINT8 can hold, and write them as a payload.
 
     Args:
         payload: uint8, of `nbytes_of(values.size, MXINT8)` bytes.
@@ -58,7 +57,7 @@ def _round_piece(values: Array, elements: Array, scales: Array) -> None:
     np.add(values, magic, out=sums)
     np.copyto(elements, sums.view(np.int32), casting="unsafe")
     np.subtract(sums, magic, out=values)
-    if b"\x80" in elements.tobytes():  # 128 as well has become -128
+    if b"\x80" in elements.tobytes():  # 128 has become -128 too
         (over,) = (elements == -_LARGEST - 1).nonzero()
         values[over] *= np.float32(_LARGEST / (_LARGEST + 1))
         elements[over] = np.where(values[over] < 0, -_LARGEST, _LARGEST)
@@ -69,10 +68,11 @@ def _round_piece(values: Array, elements: Array, scales: Array) -> None:
 def _largest(magnitudes: Array) -> Array:
     """The largest of each block, a new array of shape (blocks,)."""
     n = magnitudes.size
-    if n <= _AT_ONCE:
+    if n <= _MAX_REDUCE_ELEMENTS:
         found: Array = np.maximum.reduce(magnitudes.reshape(-1, BLOCK), axis=1)
         return found
-    # Long loops, since short ones cost numpy more than what is in them: each element with that half a block on, and so on.
+    # Loops over the whole array, because numpy's short ones cost more than their arithmetic: compare each element with
+    # the one half a block on, then a quarter, and so on.
     halves = np.maximum(magnitudes[:-16], magnitudes[16:])
     quarters = np.empty_like(magnitudes)
     np.maximum(halves[:-8], halves[8:], out=quarters[: n - 24])
@@ -86,7 +86,8 @@ def _take_huge(values: Array, largest: Array) -> tuple[Array, Array]:
     """Put zeros in place of the blocks from 2^111 on, and of those with a NaN or an infinity.
 
     Returns:
-        where they are, shape (huge blocks, 32), the last element again and again where a block is short; and what was there.
+        their positions, shape (huge blocks, 32), which repeat the last element where a block is short; and their
+        values.
     """
     (numbers,) = (largest >= _HUGE).nonzero()
     where = np.minimum(numbers[:, None] * BLOCK + np.arange(BLOCK), values.size - 1)
@@ -108,7 +109,7 @@ def _put_huge(values: Array, elements: Array, scales: Array, where: Array, held:
 
 
 def bind_widen(values: Array, payload: Array) -> Callable[[], Any]:
-    """A function that brings the present contents of `payload` into `values`, float32."""
+    """A function that writes the present contents of `payload` into `values`, float32."""
     n_elements = values.size
     payload = payload.view(np.uint8)
     elements, scales = payload[:n_elements].view(np.int8), payload[n_elements:]
@@ -117,7 +118,7 @@ def bind_widen(values: Array, payload: Array) -> Callable[[], Any]:
         for a in range(0, n_elements, _PIECE)
     ]
 
-    @np.errstate(all="ignore")  # no rank sends what overflows here, but somebody might
+    @np.errstate(all="ignore")  # no rank sends numbers that overflow here, but a broken one might
     def widen() -> None:
         for target, source, exponents in pieces:
             np.copyto(target, source)

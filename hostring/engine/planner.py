@@ -9,7 +9,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from hostring.arrays.dtypes import CODES, FLOAT32, Array, DType, kind_code, unit_of, wire_dtype
+from hostring.arrays.dtypes import (
+    CODES,
+    COMPLEX_KIND,
+    FLOAT32,
+    FLOAT_KIND,
+    Array,
+    DType,
+    kind_code,
+    unit_of,
+    wire_dtype,
+)
 from hostring.arrays.fold import fold_functions, narrow_sum
 from hostring.engine.choice import Choice, Tuner
 from hostring.engine.counters import Counters
@@ -23,8 +33,8 @@ from hostring.topologies.schedule import Schedule
 _KEPT_NBYTES: Final = 1 << 26
 _MOST_ROOMS: Final = 64
 _NOMINAL: Final = {
-    200: 4,
-    201: 8,
+    FLOAT_KIND: 4,
+    COMPLEX_KIND: 8,
 }  # bytes of a float and of a complex number, whose width each rank may choose for itself
 _SMALL_NBYTES: Final = 1 << 20
 _LEAST_SLOT_NBYTES: Final = 1 << 12
