@@ -185,7 +185,7 @@ def certify_all_reduce(
 
 
 def _check_links(schedule: Schedule, neighbours: set[int], who: str) -> None:
-    strangers = {m.peer for r in schedule.rounds for m in (*r.sends, *r.recvs)} - neighbours
+    strangers = {m.peer for r in schedule.rounds for messages in (r.sends, r.recvs) for m in messages} - neighbours
     if strangers:
         raise NotCertified(f"{who} talks to {sorted(strangers)}, to which it has no link")
 
