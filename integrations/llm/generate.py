@@ -110,7 +110,7 @@ def load_model(
         dtype: what this rank computes in: float32, float16 or bfloat16. Ranks may differ.
         device: what it computes on: "cpu", "cuda" (also ROCm), "cuda:1", "mps", "xpu", or "auto" for an accelerator
             if there is one (see `find_device`). Ranks may differ.
-        plan, max_seq, replicate_embedding, hash_activations: see `sharded.build`.
+        plan: who holds what. max_seq: positions of the KV cache. Both as in `sharded.build`.
 
     Raises:
         ValueError: there is no such dtype or device (no weights were read then), or what `sharded.build` says.
