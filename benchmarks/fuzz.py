@@ -253,7 +253,7 @@ def gguf(data: bytes) -> None:
 
 
 def safetensors(data: bytes) -> None:
-    from hostring.integrations.llm.checkpoint.weights import SafetensorsCheckpoint
+    from hostring.integrations.llm.checkpoint.safetensors_file import SafetensorsCheckpoint
 
     folder = Path(_scratch)
     (folder / "model.safetensors").write_bytes(data)

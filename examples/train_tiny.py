@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 import hostring
-from hostring.integrations.llm.checkpoint.layout import to_hf_state
+from hostring.integrations.llm.checkpoint.whole_model import to_hf_state
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.qwen import Decoder
 

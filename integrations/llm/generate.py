@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hostring import Comm
-from hostring.integrations.llm.checkpoint.tokenizer import ChatTokenizer, load_tokenizer
+from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
+from hostring.integrations.llm.checkpoint.tokenizer import load_tokenizer
 from hostring.integrations.llm.checkpoint.weights import open_checkpoint
 from hostring.integrations.llm.model.cache import KVCache
 from hostring.integrations.llm.model.sampling import (

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hostring import Comm
-from hostring.integrations.llm.checkpoint.layout import Part, parts_of_rank
-from hostring.integrations.llm.checkpoint.weights import Checkpoint, ModuleCheckpoint
+from hostring.integrations.llm.checkpoint.checkpoint import Checkpoint
+from hostring.integrations.llm.checkpoint.layout import TensorSlice, slices_of_rank
+from hostring.integrations.llm.checkpoint.whole_model import ModuleCheckpoint
 from hostring.integrations.llm.model.cache import KVCache
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.devices import find_device
@@ -152,7 +153,7 @@ def _fill(
     replicate_embedding: bool,
 ) -> None:
     rank = reducer.comm.rank
-    parts = parts_of_rank(checkpoint.config, plan, rank)
+    parts = slices_of_rank(checkpoint.config, plan, rank)
 
     def load(name: str) -> Tensor | None:
         return _stack(checkpoint, parts[name]).to(device) if name in parts else None
@@ -167,7 +168,7 @@ def _fill(
         decoder.embed = _embedding(need("embed.weight"))
     else:
         mine, whole = plan.vocab_of(rank), parts["embed.weight"][0]
-        rows = checkpoint.read(Part(whole.name, whole.shape, mine, whole.columns))
+        rows = checkpoint.read(TensorSlice(whole.name, whole.shape, mine, whole.columns))
         decoder.embed = VocabParallelEmbedding(rows.to(device), mine.start, reducer)
     for name, parameter in list(decoder.named_parameters()):
         if name.endswith("norm.weight") and parameter.is_meta:
@@ -183,7 +184,7 @@ def _fill(
     decoder.head = ParallelHead(matrix("head.weight"), plan.vocab_of(rank).start, dtype)
 
 
-def _stack(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> Tensor:
+def _stack(checkpoint: Checkpoint, parts: tuple[TensorSlice, ...]) -> Tensor:
     pieces = [checkpoint.read(part) for part in parts]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

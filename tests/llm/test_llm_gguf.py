@@ -16,7 +16,7 @@ from llm_models import TEXT, byte_tokenizer, hf_model, write_gguf
 import hostring
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint, gguf_name
 from hostring.integrations.llm.checkpoint.gguf_tokenizer import tokenizer_from_fields
-from hostring.integrations.llm.checkpoint.layout import Part, parts_of_rank
+from hostring.integrations.llm.checkpoint.layout import TensorSlice, slices_of_rank
 from hostring.integrations.llm.generate import load_model
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.sharded import build
@@ -68,7 +68,7 @@ def test_values_are_those_of_gguf_whatever_the_slice(kind: Kind, tmp_path: Path)
         checkpoint = GgufCheckpoint(path)
         plan = ShardPlan((4,), (96,), (400,)) if world_size == 1 else ShardPlan((1, 1, 2), (7, 50, 39), (1, 398, 1))
         for rank in range(world_size):
-            for parts in parts_of_rank(checkpoint.config, plan, rank).values():
+            for parts in slices_of_rank(checkpoint.config, plan, rank).values():
                 for part in parts:
                     whole = want[gguf_name(part.name)]
                     rows = whole[part.rows.start : part.rows.stop]
@@ -81,7 +81,7 @@ def test_a_slice_reads_only_the_blocks_that_cover_it(tmp_path: Path) -> None:
     name, shape = "model.layers.0.mlp.down_proj.weight", (64, 96)
     for columns, blocks in ((range(0, 32), 1), (range(31, 33), 2), (range(40, 60), 1), (range(5, 5), 0)):
         before = checkpoint.bytes_read
-        values = checkpoint.read(Part(name, shape, range(64), columns))
+        values = checkpoint.read(TensorSlice(name, shape, range(64), columns))
         assert values.shape == (64, len(columns))
         assert checkpoint.bytes_read - before == 64 * blocks * 20  # a Q4_1 block is 20 bytes
 

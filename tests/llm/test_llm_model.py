@@ -13,7 +13,9 @@ import transformers
 from llm_models import FAMILIES, hf_model, save
 
 import hostring
-from hostring.integrations.llm.checkpoint.weights import open_checkpoint, save_hf
+from hostring.integrations.llm.checkpoint.hf_config import config_from_hf
+from hostring.integrations.llm.checkpoint.weights import open_checkpoint
+from hostring.integrations.llm.checkpoint.whole_model import save_hf
 from hostring.integrations.llm.generate import load_model
 from hostring.integrations.llm.model.cache import KVCache
 from hostring.integrations.llm.model.config import ModelConfig
@@ -193,4 +195,4 @@ def test_what_we_write_transformers_reads(
 def test_what_the_decoder_lacks_is_refused(change: dict[str, Any], message: str) -> None:
     fields = {**FAMILIES["qwen3-tied"]().to_dict(), "rope_parameters": None, **change}
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_hf(fields)
+        config_from_hf("config.json", fields)

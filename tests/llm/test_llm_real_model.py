@@ -18,8 +18,9 @@ import torch
 
 import hostring
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint, gguf_name
-from hostring.integrations.llm.checkpoint.layout import parts_of_rank, to_hf_state
+from hostring.integrations.llm.checkpoint.layout import slices_of_rank
 from hostring.integrations.llm.checkpoint.tokenizer import load_tokenizer
+from hostring.integrations.llm.checkpoint.whole_model import to_hf_state
 from hostring.integrations.llm.generate import load_model
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import gather_logits
@@ -76,7 +77,7 @@ def test_weights_are_what_gguf_dequantises() -> None:
     tensors = {t.name: t for t in gguf.GGUFReader(PATH).tensors}
     plan = ShardPlan.balanced(checkpoint.config, 2)
     for rank in range(2):
-        parts = parts_of_rank(checkpoint.config, plan, rank)
+        parts = slices_of_rank(checkpoint.config, plan, rank)
         for parameter in (
             "layers.0.attention.o_proj.weight",
             "layers.17.mlp.gate_up_proj.weight",

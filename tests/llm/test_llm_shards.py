@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hostring.integrations.llm.checkpoint.layout import parts_of_rank
+from hostring.integrations.llm.checkpoint.layout import slices_of_rank
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.shards import ShardPlan, apportion
 
@@ -39,7 +39,7 @@ def test_matrices_are_held_exactly_once_and_small_things_by_all(drawn: tuple[Mod
     plan = ShardPlan.balanced(config, world_size, balance)  # type: ignore[arg-type]
     held: dict[tuple[str, str], np.ndarray] = {}
     for rank in range(world_size):
-        for parameter, parts in parts_of_rank(config, plan, rank).items():
+        for parameter, parts in slices_of_rank(config, plan, rank).items():
             for part in parts:
                 count = held.setdefault((parameter, part.name), np.zeros(part.shape, np.int8))
                 count[

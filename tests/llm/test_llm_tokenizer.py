@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llm_models import CHAT, TEXT, byte_tokenizer
 
+from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
 from hostring.integrations.llm.checkpoint.gguf_tokenizer import tokenizer_from_fields
-from hostring.integrations.llm.checkpoint.tokenizer import ChatTokenizer, load_tokenizer
+from hostring.integrations.llm.checkpoint.tokenizer import load_tokenizer
 
 BYTES = ChatTokenizer(byte_tokenizer(400), frozenset({1}), CHAT)
 

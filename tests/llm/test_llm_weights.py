@@ -13,8 +13,10 @@ from llm_models import hf_model, save
 from safetensors.torch import load_file, save_file
 
 import hostring
-from hostring.integrations.llm.checkpoint.layout import Part, parts_of_rank, to_hf_state
-from hostring.integrations.llm.checkpoint.weights import SafetensorsCheckpoint, open_checkpoint
+from hostring.integrations.llm.checkpoint.layout import TensorSlice, slices_of_rank
+from hostring.integrations.llm.checkpoint.safetensors_file import SafetensorsCheckpoint
+from hostring.integrations.llm.checkpoint.weights import open_checkpoint
+from hostring.integrations.llm.checkpoint.whole_model import to_hf_state
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.sharded import build
 
@@ -26,7 +28,7 @@ def test_the_slices_of_all_ranks_are_the_file(tmp_path: Path) -> None:
     plan = ShardPlan.balanced(checkpoint.config, 3)
     seen: dict[str, list[torch.Tensor]] = {}
     for rank in range(3):
-        for parts in parts_of_rank(checkpoint.config, plan, rank).values():
+        for parts in slices_of_rank(checkpoint.config, plan, rank).values():
             for part in parts:
                 seen.setdefault(part.name, []).append(checkpoint.read(part))
     assert seen.keys() == state.keys()
@@ -60,7 +62,7 @@ def test_a_rank_reads_its_share(world_size: int, tmp_path: Path, run_ranks: Call
     config = whole.config
     total = sum(
         whole.read(p).nbytes
-        for parts in parts_of_rank(config, ShardPlan.balanced(config, 1), 0).values()
+        for parts in slices_of_rank(config, ShardPlan.balanced(config, 1), 0).values()
         for p in parts
     )
 
@@ -94,7 +96,7 @@ def test_a_misshapen_tensor_is_an_error(tmp_path: Path) -> None:
     state = load_file(file)
     state["model.layers.0.mlp.up_proj.weight"] = state["model.layers.0.mlp.up_proj.weight"][:-1].clone()
     save_file(state, file)
-    part = Part("model.layers.0.mlp.up_proj.weight", (90, 60), range(0, 10), range(60))
+    part = TensorSlice("model.layers.0.mlp.up_proj.weight", (90, 60), range(0, 10), range(60))
     with pytest.raises(ValueError, match=r"up_proj.weight has shape \(89, 60\), the config implies \(90, 60\)"):
         open_checkpoint(tmp_path).read(part)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +12,11 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo, read_header
-from hostring.integrations.llm.checkpoint.layout import Part
-from hostring.integrations.llm.checkpoint.weights import check_shape, missing
-from hostring.integrations.llm.model.config import ModelConfig, RopeScaling
+from hostring.integrations.llm.checkpoint.checkpoint import check_shape, check_tensors, missing
+from hostring.integrations.llm.checkpoint.gguf_config import config_from_gguf
+from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo, map_file, read_header
+from hostring.integrations.llm.checkpoint.layout import TensorSlice
+from hostring.integrations.llm.model.rope import RopeScaling
 
 _NAMES = {
     "input_layernorm": "attn_norm",
@@ -36,6 +36,8 @@ _TOP = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
+_ROPE = "rope_freqs.weight"
+_TABLES = (".attn_rot_embd", ".attn_rot_embd.weight", "rotary_emb.inv_freq")
 _SIXTEEN_BIT = {GGMLQuantizationType.F16: torch.float16, GGMLQuantizationType.BF16: torch.bfloat16}
 
 
@@ -58,22 +60,33 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._data = map_file(path)
         self.fields, self.tensors = read_header(path, self._data)
-        self.config = ModelConfig.from_gguf(self.fields, {n: t.shape for n, t in self.tensors.items()})
+        self.config = config_from_gguf(path, self.fields, {n: t.shape for n, t in self.tensors.items()})
         self.bytes_read = 0
-        if "rope_freqs.weight" in self.tensors:
-            info = self.tensors["rope_freqs.weight"]
-            divisors = self._dequantised(info, range(1), range(info.shape[-1]))[0]
-            self.config = replace(self.config, rope_scaling=RopeScaling("table", divisors=tuple(divisors.tolist())))
         # llama.cpp's converter interleaves the two halves of every q and k head for this architecture alone.
         self._interleaved = self.config.model_type == "llama"
+        check_tensors(path, self.config, self.tensors.keys(), harmless=self._is_harmless, named=gguf_name)
+        for name, info in self.tensors.items():
+            _check_kind(path, name, info)
+        if _ROPE in self.tensors:
+            self.config = replace(self.config, rope_scaling=self._rope_table(self.tensors[_ROPE]))
 
-    def read(self, part: Part) -> Tensor:
+    def _is_harmless(self, name: str) -> bool:
+        """A tensor of llama files that holds rope divisors is used; tables that anyone can compute are not needed."""
+        return name.endswith(_TABLES) or (name == _ROPE and self.config.model_type == "llama")
+
+    def _rope_table(self, info: TensorInfo) -> RopeScaling:
+        half, scaling = self.config.head_dim // 2, self.config.rope_scaling
+        if info.shape != (half,):
+            raise ValueError(f"{self.path}: {_ROPE} has shape {info.shape}; expected ({half},), half of head_dim")
+        divisors = self._dequantised(info, range(1), range(half))[0] * scaling.factor
+        return RopeScaling("table", divisors=tuple(divisors.tolist()))
+
+    def read(self, part: TensorSlice) -> Tensor:
         info = self.tensors.get(gguf_name(part.name))
         if info is None:
-            raise missing(self.path, part)
+            raise missing(self.path, gguf_name(part.name), part.shape)
         check_shape(self.path, part, info.shape)
         vector = part.columns is None
         rows, columns = (range(1), part.rows) if part.columns is None else (part.rows, part.columns)
@@ -107,6 +120,17 @@ class GgufCheckpoint:
         raw = whole[rows.start : rows.stop, start:stop]
         self.bytes_read += raw.size
         return raw
+
+
+def _check_kind(path: Path, name: str, info: TensorInfo) -> None:
+    """Refuse elements that nobody says how to scale: bare integers, and formats that `gguf` can't dequantise."""
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[info.kind][1]), np.uint8), info.kind)
+    except NotImplementedError:
+        raise ValueError(
+            f"{path}: {name} is of format {info.kind.name}, which can't be dequantised here; F32, F16, BF16 and the block "
+            "formats that the gguf package dequantises are read"
+        ) from None
 
 
 def _halves(values: Tensor, head_dim: int) -> Tensor:

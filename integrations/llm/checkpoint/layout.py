@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from hostring.integrations.llm.model.config import ModelConfig
-from hostring.integrations.llm.model.qwen import Decoder
 from hostring.integrations.llm.model.shards import ShardPlan
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -15,7 +12,7 @@ HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """A rectangle of one checkpoint tensor.
 
     Attributes:
@@ -35,23 +32,23 @@ class Part:
         return len(self.rows) * (1 if self.columns is None else len(self.columns))
 
 
-def _part(name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None) -> Part:
+def _slice(name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None) -> TensorSlice:
     whole = tuple(range(n) for n in shape)
-    return Part(
+    return TensorSlice(
         name, shape, whole[0] if rows is None else rows, columns if columns is not None else (whole[1:] or (None,))[0]
     )
 
 
-def parts_of_rank(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str, tuple[Part, ...]]:
+def slices_of_rank(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str, tuple[TensorSlice, ...]]:
     """Parameter name in `Decoder` to the parts that are stacked to make it, for everything that `rank` holds.
 
     Biases of the row-parallel projections appear on rank 0 alone: it adds them, once, to its partial sum.
     """
-    found: dict[str, tuple[Part, ...]] = {
-        "embed.weight": (_part(EMBEDDING, (config.vocab_size, config.hidden_size)),),
-        "norm.weight": (_part("model.norm.weight", (config.hidden_size,)),),
+    found: dict[str, tuple[TensorSlice, ...]] = {
+        "embed.weight": (_slice(EMBEDDING, (config.vocab_size, config.hidden_size)),),
+        "norm.weight": (_slice("model.norm.weight", (config.hidden_size,)),),
         "head.weight": (
-            _part(
+            _slice(
                 EMBEDDING if config.tie_word_embeddings else HEAD,
                 (config.vocab_size, config.hidden_size),
                 rows=plan.vocab_of(rank),
@@ -61,58 +58,46 @@ def parts_of_rank(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str, 
     for layer in range(config.num_hidden_layers):
         theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
         for name, parts in {**_attention(config, plan, rank), **_mlp(config, plan, rank)}.items():
-            found[ours + name] = tuple(Part(theirs + p.name, p.shape, p.rows, p.columns) for p in parts)
+            found[ours + name] = tuple(TensorSlice(theirs + p.name, p.shape, p.rows, p.columns) for p in parts)
     return found
 
 
-def _attention(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str, tuple[Part, ...]]:
+def _attention(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str, tuple[TensorSlice, ...]]:
     groups, dim, hidden = plan.groups_of(rank), config.head_dim, config.hidden_size
     q_rows = range(groups.start * config.group_heads * dim, groups.stop * config.group_heads * dim)
     kv_rows = range(groups.start * dim, groups.stop * dim)
     q_all, kv_all = config.num_attention_heads * dim, config.num_key_value_heads * dim
     qkv = (("q", q_all, q_rows), ("k", kv_all, kv_rows), ("v", kv_all, kv_rows))
     found = {
-        "input_norm.weight": (_part("input_layernorm.weight", (hidden,)),),
+        "input_norm.weight": (_slice("input_layernorm.weight", (hidden,)),),
         "attention.qkv_proj.weight": tuple(
-            _part(f"self_attn.{n}_proj.weight", (total, hidden), rows) for n, total, rows in qkv
+            _slice(f"self_attn.{n}_proj.weight", (total, hidden), rows) for n, total, rows in qkv
         ),
-        "attention.o_proj.weight": (_part("self_attn.o_proj.weight", (hidden, q_all), columns=q_rows),),
+        "attention.o_proj.weight": (_slice("self_attn.o_proj.weight", (hidden, q_all), columns=q_rows),),
     }
     if config.qkv_bias:
         found["attention.qkv_proj.bias"] = tuple(
-            _part(f"self_attn.{n}_proj.bias", (total,), rows) for n, total, rows in qkv
+            _slice(f"self_attn.{n}_proj.bias", (total,), rows) for n, total, rows in qkv
         )
     if config.o_bias and rank == 0:
-        found["attention.o_proj.bias"] = (_part("self_attn.o_proj.bias", (hidden,)),)
+        found["attention.o_proj.bias"] = (_slice("self_attn.o_proj.bias", (hidden,)),)
     if config.qk_norm:
         for n in "qk":
-            found[f"attention.{n}_norm.weight"] = (_part(f"self_attn.{n}_norm.weight", (dim,)),)
+            found[f"attention.{n}_norm.weight"] = (_slice(f"self_attn.{n}_norm.weight", (dim,)),)
     return found
 
 
-def _mlp(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str, tuple[Part, ...]]:
+def _mlp(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str, tuple[TensorSlice, ...]]:
     columns, total, hidden = plan.columns_of(rank), config.intermediate_size, config.hidden_size
     found = {
-        "post_norm.weight": (_part("post_attention_layernorm.weight", (hidden,)),),
+        "post_norm.weight": (_slice("post_attention_layernorm.weight", (hidden,)),),
         "mlp.gate_up_proj.weight": tuple(
-            _part(f"mlp.{n}_proj.weight", (total, hidden), columns) for n in ("gate", "up")
+            _slice(f"mlp.{n}_proj.weight", (total, hidden), columns) for n in ("gate", "up")
         ),
-        "mlp.down_proj.weight": (_part("mlp.down_proj.weight", (hidden, total), columns=columns),),
+        "mlp.down_proj.weight": (_slice("mlp.down_proj.weight", (hidden, total), columns=columns),),
     }
     if config.mlp_bias:
-        found["mlp.gate_up_proj.bias"] = tuple(_part(f"mlp.{n}_proj.bias", (total,), columns) for n in ("gate", "up"))
+        found["mlp.gate_up_proj.bias"] = tuple(_slice(f"mlp.{n}_proj.bias", (total,), columns) for n in ("gate", "up"))
         if rank == 0:
-            found["mlp.down_proj.bias"] = (_part("mlp.down_proj.bias", (hidden,)),)
-    return found
-
-
-def to_hf_state(model: Decoder) -> dict[str, torch.Tensor]:
-    """The tensors of a whole decoder under HF names; views where possible."""
-    config = model.config
-    whole = ShardPlan((config.num_key_value_heads,), (config.intermediate_size,), (config.vocab_size,))
-    parameters = model.state_dict(keep_vars=False)
-    found: dict[str, torch.Tensor] = {}
-    for name, parts in parts_of_rank(config, whole, 0).items():
-        pieces = parameters[name].split([len(p.rows) for p in parts])
-        found.update({part.name: piece for part, piece in zip(parts, pieces, strict=True)})
+            found["mlp.down_proj.bias"] = (_slice("mlp.down_proj.bias", (hidden,)),)
     return found

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hostring.integrations.llm.model.cache import KVCache, KVSlot
-from hostring.integrations.llm.model.config import ModelConfig, rotary_frequencies
+from hostring.integrations.llm.model.config import ModelConfig
+from hostring.integrations.llm.model.rope import rotary_frequencies
 
 Rope = tuple[Tensor, Tensor]
 
@@ -89,7 +90,8 @@ class Rotary(nn.Module):
     def __init__(self, config: ModelConfig, max_seq: int) -> None:
         super().__init__()
         self.turning, self.fixed = config.num_attention_heads + config.num_key_value_heads, config.num_key_value_heads
-        frequencies = torch.tensor(rotary_frequencies(config), dtype=torch.float64, device="cpu")
+        plain = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        frequencies = torch.tensor(plain, dtype=torch.float64, device="cpu")
         angles = torch.outer(
             torch.arange(max_seq, dtype=torch.float64, device="cpu"), frequencies
         )  # (max_seq, head_dim/2)

@@ -1,0 +1,148 @@
+"""The metadata of a GGUF file: what this decoder understands of it, what changes nothing, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hostring.integrations.llm.checkpoint.fields import Fields
+from hostring.integrations.llm.model.config import ModelConfig
+from hostring.integrations.llm.model.rope import RopeScaling
+
+GGUF_ARCHITECTURES = ("qwen3", "qwen2", "llama")  # Mistral's files say "llama"
+
+# Keys below the architecture's name that change nothing, or say again what the shapes of the tensors say.
+_HARMLESS = ("rope.scaling.original_context_length", "rope.scaling.finetuned")
+
+# Keys that change nothing with these values, and the result with any other.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.sliding_window": (0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "expert_shared_count": (0,),
+    "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0,),
+    "use_parallel_residual": (False,),
+    "rope.scaling.attn_factor": (0.0, 1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+_LAYOUTS = ("reference", "Meta AI original pth")
+
+
+def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    """Read GGUF metadata; what the metadata leaves out is taken from the shapes of the tensors.
+
+    Args:
+        source: the file, for errors.
+        values: metadata, key to plain value.
+        shapes: tensor name to shape, row-major as in numpy (GGUF itself lists the fastest dimension first).
+
+    Raises:
+        ValueError: an architecture or option that this decoder doesn't have, a missing key, or one that is unknown.
+    """
+    general = Fields(source, values)
+    _refuse_other_files(general)
+    arch = general.choice("general.architecture", GGUF_ARCHITECTURES, what="GGUF architecture")
+    fields = Fields(source, values, f"{arch}.")
+    for key, neutral in _NEUTRAL.items():
+        fields.only(key, *neutral)
+    fields.only("tensor_data_layout", *_LAYOUTS)
+    vocab, hidden = _shape(source, shapes, "token_embd.weight")
+    q_rows, k_rows = (_shape(source, shapes, f"blk.0.attn_{n}.weight")[0] for n in "qk")
+    columns = _shape(source, shapes, "blk.0.ffn_up.weight")[0]
+    heads = fields.whole("attention.head_count")
+    head_dim = fields.whole("attention.key_length", max(1, q_rows // heads))
+    _check_sizes(fields, vocab, hidden, columns, head_dim, k_rows // head_dim)
+    fields.only("attention.scale", 0.0, head_dim**-0.5)
+    config = ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=columns,
+        num_hidden_layers=fields.whole("block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=fields.whole("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        model_type=arch,
+        rms_norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
+        rope_theta=fields.real("rope.freq_base", 10000.0),
+        rope_scaling=_scaling(fields),
+        max_position_embeddings=fields.whole("context_length", 2048),
+        qk_norm=_any(shapes, "attn_q_norm.weight", "attn_k_norm.weight"),
+        qkv_bias=_any(shapes, "attn_q.bias", "attn_k.bias", "attn_v.bias"),
+        o_bias=_any(shapes, "attn_output.bias"),
+        mlp_bias=_any(shapes, "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
+        tie_word_embeddings="output.weight" not in shapes,
+    )
+    fields.ignore(_HARMLESS)
+    fields.refuse_unknown(what="keys of the architecture")
+    return config
+
+
+def _refuse_other_files(general: Fields) -> None:
+    """Parts of a split model, and files that hold no model."""
+    count, number = general.get("split.count", 0), general.get("split.no", 0)
+    if count and count > 1:
+        raise ValueError(
+            f"{general.source} is part {number + 1} of {count} of a split model (split.count is {count}), which is not "
+            "supported; join the parts with llama.cpp's `gguf-split --merge`"
+        )
+    general.only("general.type", "model")
+    if general.get("adapter.type") is not None:
+        raise general.wrong("adapter.type", "a whole model, not an adapter; merge it into its model first")
+
+
+def _shape(source: object, shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
+    if name not in shapes:
+        experts = any("_exps." in other or ".ffn_up.0." in other or "ffn_gate_inp" in other for other in shapes)
+        why = "it is a mixture of experts, which is not supported" if experts else "a dense decoder has one"
+        raise ValueError(f"{source} has no tensor {name}; {why}")
+    shape = shapes[name]
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"{source}: {name} has shape {shape}; expected a matrix")
+    return shape
+
+
+def _check_sizes(fields: Fields, vocab: int, hidden: int, columns: int, head_dim: int, kv_heads: int) -> None:
+    """What the metadata says again must be what the tensors say."""
+    for key, size in (
+        ("vocab_size", vocab),
+        ("embedding_length", hidden),
+        ("feed_forward_length", columns),
+        ("attention.head_count_kv", kv_heads),
+        ("attention.value_length", head_dim),
+        ("rope.dimension_count", head_dim),
+    ):
+        said = fields.whole(key, size)
+        if said != size:
+            raise fields.wrong(key, f"{size}, as the tensors imply")
+
+
+def _any(shapes: Mapping[str, tuple[int, ...]], *ends: str) -> bool:
+    """Whether any layer has one of these tensors. All layers must have all of them then: see `audit`."""
+    return any(name.startswith("blk.") and name.split(".", 2)[-1] in ends for name in shapes)
+
+
+def _scaling(fields: Fields) -> RopeScaling:
+    """A factor without a type is linear, as in llama.cpp."""
+    old, factor = fields.get("rope.scale_linear"), fields.get("rope.scaling.factor")  # `old`: in the first files
+    stretched = any(value not in (None, 0, 1) for value in (old, factor))
+    kind = fields.choice(
+        "rope.scaling.type", ("none", "linear"), "linear" if stretched else "none", what="rope scaling"
+    )
+    if kind == "none":
+        fields.only("rope.scale_linear", 0.0, 1.0)
+        fields.only("rope.scaling.factor", 0.0, 1.0)
+        return RopeScaling()
+    if factor is None and old is not None:
+        return RopeScaling("linear", fields.real("rope.scale_linear"))
+    fields.only("rope.scale_linear", 0.0, 1.0, factor)
+    return RopeScaling("linear", fields.real("rope.scaling.factor"))

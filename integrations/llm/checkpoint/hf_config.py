@@ -1,0 +1,158 @@
+"""`config.json` of a Hugging Face directory: what this decoder understands of it, what changes nothing, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hostring.integrations.llm.checkpoint.fields import Fields
+from hostring.integrations.llm.model.config import ARCHITECTURES, ModelConfig
+from hostring.integrations.llm.model.rope import RopeScaling
+
+_SILU = ("silu", "swish")
+
+# Fields that change nothing in a forward pass over text: names, training, and what `transformers` returns beside logits.
+_HARMLESS = (
+    "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range", "_name_or_path",
+    "name_or_path", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
+    "decoder_start_token_id", "pretraining_tp", "chunk_size_feed_forward", "output_hidden_states", "output_attentions",
+    "return_dict", "id2label", "label2id", "num_labels", "problem_type", "is_encoder_decoder", "tie_encoder_decoder",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "experts_implementation",
+    "use_bfloat16", "torchscript", "tf_legacy_loss", "finetuning_task", "task_specific_params", "tokenizer_class",
+    "prefix", "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version", "model_max_length",
+    "max_window_layers", "hidden_dropout", "resid_pdrop", "_commit_hash",
+)  # fmt: skip
+
+# How to choose tokens: `transformers` once kept that here. `Sampling` says it in hostring.
+_GENERATION = (
+    "max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
+    "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+)  # fmt: skip
+
+_ROPE_FACTORS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def config_from_hf(source: object, values: Mapping[str, Any]) -> ModelConfig:
+    """Read the fields of a HF `config.json`.
+
+    Args:
+        source: the file, for errors.
+        values: its content.
+
+    Raises:
+        ValueError: an architecture or option that this decoder doesn't have, a missing field, or one that is unknown.
+    """
+    fields = Fields(source, values)
+    kind = fields.choice("model_type", ARCHITECTURES, what="model_type")
+    _refuse_unsupported(fields, kind)
+    heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    biased = kind in ("qwen3", "llama") and fields.flag("attention_bias")
+    theta, scaling = _rope(fields, kind)
+    config = ModelConfig(
+        vocab_size=fields.whole("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.whole("intermediate_size"),
+        num_hidden_layers=fields.whole("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=_kv_heads(fields, values, kind, heads),
+        head_dim=_head_dim(fields, values, kind, hidden, heads),
+        model_type=kind,
+        rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=fields.whole("max_position_embeddings", 2048),
+        qk_norm=kind == "qwen3",
+        qkv_bias=kind == "qwen2" or biased,
+        o_bias=biased,
+        mlp_bias=kind == "llama" and fields.flag("mlp_bias"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+    )
+    fields.refuse_unknown(what="fields of config.json")
+    return config
+
+
+def _kv_heads(fields: Fields, values: Mapping[str, Any], kind: str, heads: int) -> int:
+    """Null means as many as query heads; absent means it for Llama alone, others have numbers of their own."""
+    if kind == "llama" or "num_key_value_heads" in values:
+        return fields.whole("num_key_value_heads", heads)
+    return fields.whole("num_key_value_heads")
+
+
+def _head_dim(fields: Fields, values: Mapping[str, Any], kind: str, hidden: int, heads: int) -> int:
+    """Qwen3's head_dim is 128 where the file has none, whatever the other sizes are."""
+    if kind == "qwen3" and "head_dim" not in values:
+        return 128
+    if "head_dim" not in values and hidden % heads:
+        raise fields.wrong("head_dim", f"a number: hidden_size {hidden} is not a multiple of {heads} heads")
+    return fields.whole("head_dim", hidden // heads)
+
+
+def _refuse_unsupported(fields: Fields, kind: str) -> None:
+    if fields.get("quantization_config") is not None:
+        method = fields.get("quantization_config")
+        name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else method
+        raise ValueError(
+            f"{fields.source}: quantization_config says that the weights are quantised ({name!r}), which is not supported; "
+            "take the original checkpoint, or a GGUF file"
+        )
+    if fields.get("hidden_act", "silu") not in _SILU:
+        raise ValueError(
+            f"{fields.source}: hidden_act {fields.get('hidden_act')!r} is not supported; the MLP is SwiGLU (silu or swish)"
+        )
+    types = fields.get("layer_types")
+    odd = sorted({str(t) for t in types or () if t != "full_attention"}) if isinstance(types, list | None) else [types]
+    if odd or fields.flag("use_sliding_window"):
+        field = (
+            f"layer_types: layers of type {', '.join(map(str, odd))}" if odd else "use_sliding_window: sliding windows"
+        )
+        raise ValueError(f"{fields.source}: {field} are not supported; only full attention is")
+    if kind in ("qwen3", "qwen2"):
+        fields.ignore(("sliding_window",))  # without use_sliding_window it has no effect
+    else:
+        fields.only("sliding_window")
+    fields.only("partial_rotary_factor", 1.0)
+    for name in ("rope_interleaved", "use_mrope", "is_decoder", "add_cross_attention", "mlp_bias", "attention_bias"):
+        if not (name == "attention_bias" and kind != "mistral") and not (name == "mlp_bias" and kind == "llama"):
+            fields.only(name, False)
+    fields.only("cross_attention_hidden_size")
+    fields.only("pruned_heads", {})
+    fields.only("hidden_activation", *_SILU)
+    if kind == "qwen2":
+        fields.ignore(("attention_bias",))  # q, k and v always have one, which the tensors show
+    fields.ignore(_HARMLESS)
+    fields.ignore(_GENERATION)
+
+
+def _rope(fields: Fields, kind: str) -> tuple[float, RopeScaling]:
+    """Theta and scaling. transformers 5 writes `rope_parameters`, earlier releases wrote `rope_scaling` and `rope_theta`."""
+    new, old = fields.get("rope_parameters"), fields.get("rope_scaling")
+    name = "rope_scaling" if old else "rope_parameters"  # the order of transformers
+    values = old or new or {}
+    if not isinstance(values, Mapping):
+        raise fields.wrong(name, "an object with rope_type")
+    outer = fields.real("rope_theta", 10000.0)
+    rope = Fields(f"{fields.source}: {name}", values)
+    old_name = rope.get("type")
+    scaling_kind = rope.choice("rope_type", ("default", "linear", "llama3"), old_name or "default", what="rope scaling")
+    rope.only("type", scaling_kind)
+    theta = rope.real("rope_theta", outer)
+    rope.only("partial_rotary_factor", 1.0)
+    scaling = RopeScaling()
+    if scaling_kind == "linear":
+        scaling = RopeScaling("linear", rope.real("factor"))
+    elif scaling_kind == "llama3":
+        original = fields.whole("max_position_embeddings", 2048)
+        scaling = RopeScaling(
+            "llama3",
+            rope.real("factor"),
+            rope.real("low_freq_factor"),
+            rope.real("high_freq_factor"),
+            rope.whole("original_max_position_embeddings", original),
+        )
+    else:
+        rope.ignore(_ROPE_FACTORS)  # the default type reads none of them
+    rope.refuse_unknown(what="parameters of rotary positions")
+    return theta, scaling

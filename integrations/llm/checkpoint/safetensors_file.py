@@ -1,0 +1,110 @@
+"""Hugging Face directories: `config.json` and safetensors files, of which a rank reads the slices that it needs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hostring.integrations.llm.checkpoint.checkpoint import check_shape, check_tensors, missing
+from hostring.integrations.llm.checkpoint.hf_config import config_from_hf
+from hostring.integrations.llm.checkpoint.json_file import read_json
+from hostring.integrations.llm.checkpoint.layout import HEAD, TensorSlice
+
+_DTYPES = ("F32", "F16", "BF16", "F64")
+_INDEX = "model.safetensors.index.json"
+_OTHERS = re.compile(r"(consolidated|adapter|optimizer|scheduler|training)")  # beside a model, not the model
+
+
+class SafetensorsCheckpoint:
+    """A HF directory: `config.json` with `model.safetensors`, or with shards and `model.safetensors.index.json`.
+
+    Args:
+        directory: where they are.
+        file: the one file that holds the weights, where the caller has named it.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: an option or a tensor that this decoder doesn't use, or a file that can't be read.
+    """
+
+    def __init__(self, directory: Path, file: Path | None = None) -> None:
+        self.directory = directory
+        fields = read_json(directory / "config.json")
+        self._opened: dict[Path, Any] = {}
+        self._files = self._find_tensors(file)
+        self.config = config_from_hf(directory / "config.json", fields)
+        if HEAD in self._files:  # a head in the file counts, whatever the config says of tying: as in transformers 5
+            self.config = replace(self.config, tie_word_embeddings=False)
+        check_tensors(directory, self.config, self._files.keys(), harmless=lambda n: n.endswith("rotary_emb.inv_freq"))
+        for name, where in self._files.items():
+            self._check_dtype(name, where)
+        self.bytes_read = 0
+
+    def read(self, part: TensorSlice) -> Tensor:
+        file = self._files.get(part.name)
+        if file is None:
+            raise missing(self.directory, part.name, part.shape)
+        tensor = self._tensor(part.name, file)
+        check_shape(file, part, tuple(tensor.get_shape()))
+        rows = slice(part.rows.start, part.rows.stop)
+        values: Tensor = tensor[rows] if part.columns is None else tensor[rows, part.columns.start : part.columns.stop]
+        self.bytes_read += values.nbytes
+        return values
+
+    def _find_tensors(self, file: Path | None) -> dict[str, Path]:
+        """Tensor name to the file that holds it."""
+        index = self.directory / _INDEX
+        if index.exists():
+            files = read_json(index).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+                raise ValueError(f"{index}: weight_map should say which file holds each tensor")
+            return {name: self.directory / stem for name, stem in files.items()}
+        file = self._single() if file is None else file
+        return dict.fromkeys(self._open(file).keys(), file)
+
+    def _single(self) -> Path:
+        usual = self.directory / "model.safetensors"
+        if usual.exists():
+            return usual
+        found = [file for file in sorted(self.directory.glob("*.safetensors")) if not _OTHERS.match(file.name)]
+        if len(found) == 1:
+            return found[0]
+        pickled = "; *.bin files are not read, save the model as safetensors" if _has_pickles(self.directory) else ""
+        raise FileNotFoundError(
+            f"{self.directory} has {len(found)} .safetensors files and no {_INDEX}; "
+            f"one file or an index is needed{pickled}"
+        )
+
+    def _open(self, file: Path) -> Any:
+        """Stays mapped for the life of the checkpoint."""
+        if file not in self._opened:
+            try:
+                self._opened[file] = safe_open(file, framework="pt")
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{_INDEX} names {file.name}, which is not in {self.directory}") from None
+            except SafetensorError as exc:
+                raise ValueError(f"{file} is no safetensors file, or is cut off: {exc}") from exc
+        return self._opened[file]
+
+    def _tensor(self, name: str, file: Path) -> Any:
+        try:
+            return self._open(file).get_slice(name)
+        except SafetensorError as exc:
+            raise ValueError(f"{_INDEX} says that {file} holds {name}, which it does not: {exc}") from exc
+
+    def _check_dtype(self, name: str, file: Path) -> None:
+        dtype = self._tensor(name, file).get_dtype()
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"{file}: {name} is of dtype {dtype}, whose scale is not known; weights in {', '.join(_DTYPES)} are read. "
+                "Take the original checkpoint, or a GGUF file"
+            )
+
+
+def _has_pickles(directory: Path) -> bool:
+    return any(directory.glob("*.bin")) or any(directory.glob("*.pth"))
