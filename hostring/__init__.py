@@ -91,8 +91,9 @@ def init(
         ValueError: names that are unknown or don't go together; nothing was opened.
         RendezvousError, HandshakeError: the ranks did not find each other, or don't agree. The message names who.
     """
-    from hostring.comm import Comm, contract, neighbours
+    from hostring.comm import Comm
     from hostring.group.config import from_environment
+    from hostring.group.contract import contract, neighbours
     from hostring.group.group import connect
     from hostring.group.group import rejoin as come_back
     from hostring.launch.orphans import end_with_launcher

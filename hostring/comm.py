@@ -20,7 +20,6 @@ from hostring.arrays.dtypes import (
     FLOAT16,
     FLOAT32,
     MXINT8,
-    WIRES,
     Array,
     DType,
     carrier,
@@ -34,8 +33,8 @@ from hostring.engine.counters import STAGE
 from hostring.engine.sending import Buffers
 from hostring.engine.session import NOTHING, Caller, check_out, check_tag
 from hostring.errors import CollectiveMismatch, HostringError
+from hostring.group.contract import contract, neighbours
 from hostring.group.group import Group
-from hostring.topologies import TOPOLOGIES
 from hostring.topologies.rules import read_rules
 from hostring.topologies.schedule import Schedule, batches, offsets, split_evenly
 from hostring.tuning.agreement import agree
@@ -693,19 +692,3 @@ def _payload(schedule: Schedule, raw: DType, wire: DType, result: DType) -> int:
 def _parts_blocks(own: DType, counts: Sequence[int]) -> bool:
     """Whether chunks of `counts` elements begin inside of the blocks that `own` consists of: such contributions travel as float32."""
     return own == MXINT8 and any(start % BLOCK for start, stop in offsets(counts) if start < stop)
-
-
-def contract(topology: str, order: str, wire: str = "float32") -> dict[str, Any]:
-    """What all ranks must have agreed on before the first byte: checked in the hello.
-
-    Raises:
-        ValueError: no such wire.
-    """
-    if wire not in WIRES:
-        raise ValueError(f"wire={wire!r} is unknown; use {' or '.join(WIRES)}")
-    return {"order": order, "topology": topology, "wire": wire}
-
-
-def neighbours(topology: str, order: str) -> Callable[[int, int], set[int]]:
-    """Between which ranks the topology needs links."""
-    return TOPOLOGIES[read_rules(topology, order).links].neighbours

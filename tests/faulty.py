@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hostring.comm import Comm, contract, neighbours
+from hostring.comm import Comm
 from hostring.engine.frames import HEADER_BYTES, MAGIC
 from hostring.group import dialing as wiring
 from hostring.group.config import from_environment
+from hostring.group.contract import contract, neighbours
 from hostring.group.group import connect
 from hostring.store import streams
 from hostring.store.client import MESSAGE_LIMIT, TcpStore

@@ -11,8 +11,9 @@ import numpy.typing as npt
 from hostring.arrays.dtypes import unit_of
 from hostring.arrays.fold import Expression, expression
 from hostring.bench.truth import rounded
-from hostring.comm import Comm, contract, neighbours
+from hostring.comm import Comm
 from hostring.group.config import Config
+from hostring.group.contract import contract, neighbours
 from hostring.group.group import connect
 from hostring.store.stores import MemoryStore
 from hostring.topologies.proof import NotCertified

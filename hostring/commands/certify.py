@@ -87,7 +87,7 @@ def certify(
     from rich.console import Console
     from rich.progress import track
 
-    from hostring.comm import contract
+    from hostring.group.contract import contract
     from hostring.topologies.proof import NotCertified, combinations
 
     contract("auto", "rank", wire)  # refuses a wire that there is not

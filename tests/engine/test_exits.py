@@ -21,8 +21,8 @@ from ranks import free_ports, side_by_side, successes
 
 import hostring
 from hostring import GroupClosedError, HostringError, OperationTimeout
-from hostring.comm import contract, neighbours
 from hostring.group.config import from_environment
+from hostring.group.contract import contract, neighbours
 from hostring.group.group import connect
 from hostring.group.rendezvous import MemoryStore
 
