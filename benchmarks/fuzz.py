@@ -34,7 +34,7 @@ from hostring.engine.receiving import Pipe
 from hostring.engine.sending import Buffers
 from hostring.engine.session import Caller
 from hostring.errors import HandshakeError, HostringError, PeerLostError
-from hostring.group import config, handshake
+from hostring.group import handshake, ring_file
 from hostring.group.group import Group
 from hostring.group.handshake import RefusedError
 from hostring.group.peer_info import Member, this_member
@@ -226,7 +226,7 @@ def store_answers(data: bytes) -> None:
 def ring(data: bytes) -> None:
     path = Path(_scratch) / "ring.json"
     path.write_bytes(data)
-    config.read_ring(str(path))
+    ring_file.read_ring(str(path))
 
 
 GOOD_RING = b'{"master_ip": null, "master_port": 9002, "port": 9000, "right_ip": "192.168.77.2", "right_port": 9001, "rank": 0, "world_size": 2}'

@@ -1,4 +1,4 @@
-"""The collectives to measure: what a rank brings, how it calls, what it must get, and what nccl-tests counts as moved."""
+"""The collectives to measure: what each rank brings and must get, and how many bytes nccl-tests counts as moved."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Case:
     """One collective at one size.
 
     Attributes:
-        nbytes: the size as nccl-tests counts it: the buffer of all_reduce, reduce, broadcast and send_recv, the input of
-            reduce_scatter, scatter and all_to_all, the output of all_gather and gather.
+        nbytes: the size as nccl-tests counts it. This is the buffer of all_reduce, reduce, broadcast and send_recv,
+            the input of reduce_scatter, scatter and all_to_all, and the output of all_gather and gather.
     """
 
     collective: str
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def brought(self) -> int:
-        """Elements that every rank brings (but `scatter`, where only the root does)."""
+        """Elements that every rank brings. In `scatter` only the root brings any."""
         return self.n_elements // self.world_size if self.collective in ("all_gather", "gather") else self.n_elements
 
     def algbw(self, seconds: float) -> float:
@@ -67,7 +67,7 @@ class Case:
         return contribution(rank, seed, self.brought, self.dtype)
 
     def expected(self, rank: int, root: int, seed: int, wire: str) -> Array | None:
-        """What `rank` must get from a group with this wire. None: nothing."""
+        """What `rank` must get from a group with this wire; None when it gets nothing."""
         n, parts = self.world_size, even(self.n_elements, self.world_size)
         if self.collective == "barrier":
             return None
@@ -95,7 +95,7 @@ class Case:
 
 
 def case(collective: str, op: str, dtype: np.dtype[Any], nbytes: int, world_size: int, order: str) -> Case:
-    """The case whose size is nearest to `nbytes`: at least one element, or one for each rank, and a multiple of that."""
+    """The largest case of at most `nbytes`. It has at least one element, or, when it is divided, one for each rank."""
     unit = world_size if collective in DIVIDED else 1
     n_elements = 0 if collective == "barrier" else max(1, nbytes // (dtype.itemsize * unit)) * unit
     return Case(collective, op if collective in REDUCING else "-", dtype, n_elements, world_size, order)

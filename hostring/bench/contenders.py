@@ -1,4 +1,4 @@
-"""Who is measured: hostring with a topology and a transport, or gloo through torch.distributed, behind one way to call."""
+"""What is measured: hostring with one topology and transport, or gloo by torch.distributed, under one interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class Contender(Protocol):
     """One implementation of the collectives, with a group of all ranks.
 
     Attributes:
-        label: for the table. exact: it promises the declared bits, not only a sum. wire: see `hostring.init`.
+        label: names it in the table.
+        exact: it promises the declared bits, and not only a sum within rounding.
+        wire: see `hostring.init`.
     """
 
     label: str
@@ -31,16 +33,16 @@ class Contender(Protocol):
         """A function that runs `case` on this rank's `x`, a numpy array."""
 
     def schedule(self, case: Case) -> str:
-        """What it uses for this case, for the table."""
+        """The schedule that runs this case, for the table."""
 
     def waited_for(self) -> dict[int, float]:
-        """Seconds of waiting so far, by the rank that was waited for; empty when it doesn't tell."""
+        """Seconds of waiting so far, by the rank that was waited for; empty when this is unknown."""
 
     def close(self) -> None: ...
 
 
 class Hostring:
-    """A group of its own, with the links of its topology, which it closes in the end."""
+    """A hostring group with the links of one topology. Closed by `close`."""
 
     exact = True
 
@@ -100,7 +102,7 @@ def _tensor(x: Array) -> Any:
 
 
 def _shift(comm: hostring.Comm, x: Any) -> Call:
-    """Everybody sends to the right and receives from the left."""
+    """Every rank sends to the next one and receives from the one before."""
     right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     into = x.copy() if isinstance(x, np.ndarray) else x.clone()
 

@@ -1,4 +1,4 @@
-"""A decode loop without a model: two all-reduces of one hidden state per layer, with time to compute before each."""
+"""A decode loop without a model: two all-reduces of one hidden state per layer, each after a pause for computing."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def decode_loop(
     wanted = case("all_reduce", "sum", dtype, loop.hidden * dtype.itemsize, comm.world_size, order)
     x = np.zeros(wanted.brought, dtype)
     calls = [c.bind(wanted, x) for c in session.contenders]
-    wrong = [session._wrong(wanted, c, x, call, 1) for c, call in zip(session.contenders, calls, strict=True)]
+    wrong = [session.count_wrong(wanted, c, x, call, 1) for c, call in zip(session.contenders, calls, strict=True)]
     x[...] = 0
     waited: list[dict[int, float]] = [{} for _ in calls]
     tokens: list[list[float]] = [[] for _ in calls]

@@ -1,4 +1,4 @@
-"""Timing: interleaved rounds, iteration counts that all ranks agree on, results that are checked before and after."""
+"""Timing: interleaved rounds with the same number of calls on all ranks. Results are checked before and after."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostring.bench.cases import ROOTED, Case
 from hostring.bench.contenders import Call, Contender, as_numpy
 from hostring.bench.truth import Array, count_wrong
 
-_FEWEST, _MOST = 5, 2000
+MIN_ITERATIONS, MAX_ITERATIONS = 5, 2000  # of one point of one round
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Effort:
     """How long to measure.
 
     Attributes:
-        seconds: for one point of one round. iterations: instead of that, when not None.
+        seconds: for one point of one round.
+        iterations: calls of one point of one round; `seconds` has no effect when this is given.
         rounds: interleaved; a row's p50 is the median of the rounds' p50.
         warmup: untimed calls before each round's.
         check: compare results.
@@ -38,7 +39,13 @@ class Effort:
 
 @dataclass
 class Row:
-    """One line of the table. Times are seconds of a call's slowest rank. `wrong`: elements on all ranks; None when not checked."""
+    """One line of the table. Times are those of a call's slowest rank, in seconds.
+
+    Attributes:
+        wrong: wrong elements on all ranks together; None when results were not checked.
+        rounds: the median of each round.
+        ratio: to the p50 of the first contender.
+    """
 
     contender: str
     schedule: str
@@ -49,7 +56,7 @@ class Row:
     least: float
     wrong: int | None
     rounds: list[float] = field(default_factory=list)
-    ratio: float | None = None  # to the first contender's p50
+    ratio: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         c = self.case
@@ -90,8 +97,8 @@ class Session:
         """Measure one case with all contenders, round by round."""
         x = np.zeros(case.brought, case.dtype)
         calls = [c.bind(case, x) for c in self.contenders]
-        wrong = [self._wrong(case, c, x, call, seed=1) for c, call in zip(self.contenders, calls, strict=True)]
-        x[...] = 0  # sums of sums would soon be infinite
+        wrong = [self.count_wrong(case, c, x, call, seed=1) for c, call in zip(self.contenders, calls, strict=True)]
+        x[...] = 0  # repeated sums in place would soon overflow
         counts = [self._iterations(case, call) for call in calls]
         samples: list[list[list[float]]] = [[] for _ in calls]
         for n in range(self.effort.rounds):
@@ -101,7 +108,7 @@ class Session:
                 rounds.append(self._repeat(case, call, count))
         first = None
         for k, contender in enumerate(self.contenders):
-            after = self._wrong(case, contender, x, calls[k], seed=2)
+            after = self.count_wrong(case, contender, x, calls[k], seed=2)
             x[...] = 0
             row = self._row(
                 case, contender, counts[k], samples[k], None if wrong[k] is None else (wrong[k] or 0) + (after or 0)
@@ -111,7 +118,7 @@ class Session:
             yield row
 
     def _repeat(self, case: Case, call: Call, count: int) -> list[float]:
-        """Time each of `count` calls, back to back. The root, where there is one, goes round."""
+        """Time each of `count` calls, back to back. Calls with a root take each rank as root in turn."""
         n, rooted = case.world_size, case.collective in ROOTED
         times = []
         for i in range(count):
@@ -121,17 +128,17 @@ class Session:
         return times
 
     def _iterations(self, case: Case, call: Call) -> int:
-        """As many as fit the time, by rank 0's watch."""
+        """How many calls fit into the time, as measured by rank 0."""
         if self.effort.iterations is not None:
             return self.effort.iterations
         self._repeat(case, call, 1)
         each = max(statistics.median(self._repeat(case, call, 3)), 1e-7)
-        agreed = np.array([min(_MOST, max(_FEWEST, self.effort.seconds / each))], np.int64)
+        agreed = np.array([min(MAX_ITERATIONS, max(MIN_ITERATIONS, self.effort.seconds / each))], np.int64)
         self.comm.broadcast(agreed)
         return int(agreed[0])
 
-    def _wrong(self, case: Case, contender: Contender, x: Array, call: Call, seed: int) -> int | None:
-        """Run the case once for every root on fresh contributions. Returns wrong elements over all ranks."""
+    def count_wrong(self, case: Case, contender: Contender, x: Array, call: Call, seed: int) -> int | None:
+        """Run the case once for every root on new contributions. Returns the number of wrong elements on all ranks."""
         if not self.effort.check or case.collective == "barrier":
             return None
         rank, wrong = self.comm.rank, 0
@@ -148,7 +155,7 @@ class Session:
         return int(total[0])
 
     def _row(self, case: Case, contender: Contender, count: int, rounds: list[list[float]], wrong: int | None) -> Row:
-        """A call has taken as long as on the rank where it took longest."""
+        """The time of a call is the time on the rank where it took longest."""
         slowest = [self.comm.all_reduce(np.array(times), "max") for times in rounds]
         middles = [float(np.median(times)) for times in slowest]
         every = np.concatenate(slowest)

@@ -1,4 +1,4 @@
-"""Curves of a sweep as a picture: latency with its spread, and bus bandwidth, over size, on logarithmic axes."""
+"""Draws a sweep: latency with its spread and bus bandwidth over size, on logarithmic axes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def plot(path: str, rows: Sequence[Row], title: str) -> None:
 
 
 def _names(keys: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """What tells the curves apart, and no more."""
+    """The shortest labels that tell the curves apart."""
     kept = [i for i in range(3) if i == 0 or len({key[i] for key in keys}) > 1]
     return {key: " ".join(key[i] for i in kept) for key in keys}
 

@@ -1,4 +1,4 @@
-"""What a benchmark shows: a table as it runs, and a JSON document in the end."""
+"""What a benchmark shows: a table while it runs, and a JSON document at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOOP = "{:<15} {:<17} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>5} {:>7} {:>6}  {}
 
 
 class Table:
-    """A sweep, as lines of text. What changes seldom has a heading of its own."""
+    """A sweep as lines of text, with a heading for each collective."""
 
     def __init__(self) -> None:
         self._collective = ""
@@ -110,7 +110,7 @@ def document(rows: Sequence[Row | LoopRow], settings: dict[str, Any]) -> dict[st
 
 
 def environment() -> dict[str, Any]:
-    """Where it ran, as far as it bears on the figures."""
+    """The machine and the software, as far as they affect the figures."""
 
     def of(package: str) -> str | None:
         try:

@@ -78,7 +78,7 @@ def _measure(
 
 
 def _contenders(options: Options, comm: hostring.Comm) -> list[Contender]:
-    """A group for each combination of transport, wire and topology, then the peers. All ranks make them in one order."""
+    """One group for each combination of transport, wire and topology, then the peers, in one order on all ranks."""
     if options.array == "torch" or options.peers:
         import torch
 
@@ -106,7 +106,7 @@ def _contenders(options: Options, comm: hostring.Comm) -> list[Contender]:
 
 @contextmanager
 def _shown(speaks: bool, steps: int) -> Iterator[tuple[Report, Report]]:
-    """(print a line, say what is going on), on rank 0 only. A terminal gets a bar; a file gets the lines as they come."""
+    """(print a line, say what is going on), silent on all ranks but 0. Only a terminal gets a progress bar."""
     if not speaks:
         yield (lambda text: None), (lambda what: None)
         return

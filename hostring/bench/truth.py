@@ -1,4 +1,7 @@
-"""What results must be, computed apart from hostring: contributions that every rank can make for every other, and their fold."""
+"""What results must be: the contributions of all ranks and their fold, computed with numpy alone.
+
+The tests have an oracle of their own (tests/oracle.py). The two are written twice on purpose: each checks the other.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import numpy as np
 Array = Any
 
 DTYPES = (
-    "float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool", "complex64", "complex128",
+    "float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool", "complex64",
+    "complex128",
 )  # fmt: skip
 BLOCK = 32  # elements that share a scale on the wire mxint8
 OPS: dict[str, Any] = {
@@ -32,7 +36,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def contribution(rank: int, seed: int, n_elements: int, dtype: np.dtype[Any]) -> Array:
-    """What `rank` brings: other values on every rank and in every place, of mixed magnitude, so that another order gives other bits."""
+    """What `rank` brings. Values differ by rank, place and seed, and magnitudes so that sums depend on the order."""
     where = np.arange(n_elements, dtype=np.uint64) + np.uint64((seed * 131 + rank * 7 + 1) << 33)
     mixed = _mix(where)
     if dtype.kind == "b":
@@ -68,7 +72,7 @@ def rounded(row: Array, wire: str) -> Array:
 
 @np.errstate(all="ignore")
 def _in_blocks(row: Array) -> Array:
-    """MXINT8 in float64: of 32 numbers in turn the largest has an exponent, and all are rounded to 64ths of that power of two."""
+    """MXINT8, in float64: each block of 32 numbers is rounded to 64ths of the power of two below its largest number."""
     blocks = np.zeros(-(-row.size // BLOCK) * BLOCK)
     blocks[: row.size] = row
     blocks = blocks.reshape(-1, BLOCK)
@@ -131,13 +135,13 @@ def _tree(rows: Sequence[Array], ufunc: Callable[..., Array]) -> Array:
 
 
 def even(n_elements: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Consecutive parts of whole units, but for the end, whose lengths differ by one at most, the longer ones first."""
+    """Consecutive parts whose lengths differ by one unit at most, the longer ones first; the last one may end early."""
     ends = np.cumsum([0, *(len(part) for part in np.array_split(np.empty(-(-n_elements // unit), np.bool_), parts))])
     return [(min(int(a) * unit, n_elements), min(int(b) * unit, n_elements)) for a, b in pairwise(ends)]
 
 
 def count_wrong(got: Array, expected: Array, exact: bool, world_size: int) -> int:
-    """Elements that are not what they must be: bit for bit, or, not `exact`, further off than the roundings of any order explain."""
+    """How many elements are wrong: other bits, or, without `exact`, a difference larger than rounding in any order."""
     got, expected = np.asarray(got).reshape(-1), expected.reshape(-1)
     if got.size != expected.size:
         return int(max(got.size, expected.size))

@@ -1,4 +1,4 @@
-"""`hostring certify`: which order every schedule folds in, on symbols and on real links."""
+"""`hostring certify`: proves the fold order of every schedule on symbols, and compares bits on real links."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from hostring.topologies.proof import Certificate
 
-SEGMENT = 8  # short, so that small buffers have several, and the borders between them are tried
+SEGMENT = 8  # elements; short, so that small buffers have several segments and their borders are tried
 
 
 def add(app: typer.Typer) -> None:
@@ -27,12 +27,13 @@ def sizes(world_size: int, segment: int = SEGMENT) -> list[int]:
 
 @dataclass
 class Line:
-    """What was shown of one topology, variant and order, over all world sizes.
+    """What was shown for one topology, variant and order, over all world sizes.
 
     Attributes:
         wire: what the group declares.
-        certificates: by world size, of a buffer that divides evenly and is one segment: they hold the plain costs.
-        elements: proven, on all ranks together. on_links: results compared.
+        certificates: by world size. Each is of a buffer that divides evenly and is one segment: it holds the plain costs.
+        elements: how many were proven, on all ranks together.
+        on_links: how many results were compared.
     """
 
     topology: str
@@ -44,7 +45,7 @@ class Line:
     on_links: int = 0
 
     def prove(self, world_size: int) -> None:
-        """On symbols."""
+        """Prove the order on symbols."""
         from hostring.topologies.proof import certify_all_reduce
 
         short, whole = self._segment, world_size * self._segment
@@ -56,7 +57,7 @@ class Line:
         self.certificates.append(shown)
 
     def compare(self, world_size: int) -> None:
-        """On links."""
+        """Compare bits on links."""
         from hostring.bench.certify_links import certify_on_links
 
         of_this = (self.topology, self.variant, self.order, world_size, sizes(world_size, self._segment), self._segment)
@@ -77,12 +78,12 @@ def certify(
     max_ranks: Annotated[int, typer.Option(min=2, help="Try every number of ranks from 2 to this.")] = 8,
     links: Annotated[bool, typer.Option(help="Run the same on loopback TCP and compare bits.")] = True,
     wire: Annotated[
-        str, typer.Option(help="float32, or bfloat16 or mxint8, to which contributions are then rounded.")
+        str, typer.Option(help="What contributions are rounded to: float32 (not at all), bfloat16 or mxint8.")
     ] = "float32",
 ) -> None:
     """Prove in which order every all-reduce folds, then compare bits on real links.
 
-    Fails when any element on any rank is folded otherwise than declared.
+    The exit code is 1 when any element on any rank is folded in another order than declared.
     """
     from rich.console import Console
     from rich.progress import track
@@ -90,7 +91,7 @@ def certify(
     from hostring.group.contract import contract
     from hostring.topologies.proof import NotCertified, combinations
 
-    contract("auto", "rank", wire)  # refuses a wire that there is not
+    contract("auto", "rank", wire)  # refuses an unknown wire
     lines = [Line(*names, wire) for names in combinations()]
     steps = [(line.prove, n) for line in lines for n in range(2, max_ranks + 1)]
     if links:
@@ -126,8 +127,12 @@ def _table(lines: list[Line], max_ranks: int, links: bool) -> Table:
 
 
 def _summary(lines: list[Line], max_ranks: int, links: bool, wire: str) -> str:
-    proven = f"{len(lines)} combinations of topology, variant and order fold as declared, on every rank, for every N from 2 to {max_ranks}"
+    proven = (
+        f"{len(lines)} combinations of topology, variant and order fold as declared, on every rank, "
+        f"for every N from 2 to {max_ranks}"
+    )
     if not links:
         return f"certified: {proven}."
     of = "" if wire == "float32" else f" of contributions rounded to {wire}"
-    return f"certified: {proven}; {sum(line.on_links for line in lines)} results over loopback TCP have the bits of the numpy fold{of}."
+    results = sum(line.on_links for line in lines)
+    return f"certified: {proven}; {results} results over loopback TCP have the bits of the numpy fold{of}."

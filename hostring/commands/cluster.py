@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from hostring.command_line import run
+
 cluster = typer.Typer(help="Join machines into one group with a token.", no_args_is_help=True)
 Program = Annotated[
     list[str] | None,
@@ -130,4 +132,4 @@ def check() -> None:
 
 
 if __name__ == "__main__":
-    check()
+    run(check, "hostring")

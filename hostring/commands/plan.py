@@ -1,4 +1,4 @@
-"""`hostring plan topology`: what each topology would cost, and from how many ranks on a star's hub is what limits it."""
+"""`hostring plan topology`: what each topology would cost, and from how many ranks on the hub limits a star."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from hostring.cost.simulate import Price
 
 _NAMES = ("mesh", "ring", "star", "tree")
-_SEGMENTS = (1 << 16, 1 << 18, 1 << 20)
+_SEGMENTS = (1 << 16, 1 << 18, 1 << 20)  # bytes
 ACTIVE = 1.1  # the hub is the constraint when a hub without limits would make the star this much faster
-BETTER = 1.05  # what another topology must win to be worth a change
+BETTER = 1.05  # another topology must be this much faster to be worth a change
 
 _PARTS = {"out": "sending", "in": "receiving", "cpu": "computing", "": "-"}
 
@@ -45,8 +45,9 @@ class Point:
     """One size and world size.
 
     Attributes:
-        offers: by topology, where it has one. free: seconds of the star with a hub that costs nothing.
-        hub: the part of the hub that is taken longest ("cpu", "out", "in"), and for what share of the time.
+        offers: by topology, where it has one.
+        free: seconds of the star with a hub that costs nothing.
+        hub: the part of the hub that is busy longest ("cpu", "out", "in"), and for what share of the time.
     """
 
     nbytes: int

@@ -1,8 +1,7 @@
-"""What a rank has to know before it can meet the others, and where that is read."""
+"""What a rank must know before it can find the others, and where this is read from."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -10,25 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hostring.group.environment import Launched, job_key, launched
+from hostring.group.ring_file import Ring, read_ring
 from hostring.transports.addresses import split_address
-
-
-@dataclass(frozen=True)
-class Ring:
-    """The static configuration of one rank of a ring, as a RING_CONFIG file holds it.
-
-    Attributes:
-        master_ip: host of the master; None on the master itself.
-        master_port: port of the master.
-        port: where this rank waits for its left neighbour.
-        right_ip, right_port: where the right neighbour, rank + 1, waits.
-    """
-
-    master_ip: str | None
-    master_port: int
-    port: int
-    right_ip: str
-    right_port: int
 
 
 @dataclass(frozen=True)
@@ -86,14 +68,14 @@ def from_environment(
     store: Any = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Config:
-    """Complete what the caller gave from RING_CONFIG, else from what the launcher set; a world of one when there is nothing.
+    """Complete the caller's arguments from RING_CONFIG, else from the launcher's variables, else with a world of one.
 
-    An argument wins over its variable: HOSTRING_TOPOLOGY, HOSTRING_ORDER, HOSTRING_WIRE, HOSTRING_TRANSPORT, HOSTRING_TIMEOUT.
-    None, and "auto" for topology and transport, leave the choice to the variable. HOSTRING_SECRET and HOSTRING_INTERFACE have no
-    argument.
+    An argument wins over its variable: HOSTRING_TOPOLOGY, HOSTRING_ORDER, HOSTRING_WIRE, HOSTRING_TRANSPORT,
+    HOSTRING_TIMEOUT. None, and "auto" for topology and transport, leave the choice to the variable. HOSTRING_SECRET and
+    HOSTRING_INTERFACE have no argument.
 
     Raises:
-        ValueError: something is missing, ill-formed or contradictory; names the variable, or the file and key.
+        ValueError: something is missing, ill-formed or contradictory; the message names the variable, or the file and key.
     """
     common: dict[str, Any] = {
         "topology": _chosen(topology, environ, "HOSTRING_TOPOLOGY", "auto"),
@@ -102,7 +84,7 @@ def from_environment(
         "transport": _chosen(transport, environ, "HOSTRING_TRANSPORT", "auto"),
         "timeout": _seconds(timeout, environ),
         "interface": environ.get("HOSTRING_INTERFACE", "").strip() or None,
-        "secret": environ.get("HOSTRING_SECRET", "").encode(),
+        "secret": environ.get("HOSTRING_SECRET", "").encode("utf-8", "surrogateescape"),  # the bytes in every locale
     }
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank} and world_size={world_size}: give both, or neither")
@@ -115,74 +97,16 @@ def from_environment(
         world_size=place.world_size,
         local_rank=place.local_rank,
         **common,
-        **_meeting(place, store, environ),
+        **_store_place(place, store, environ),
     )
-
-
-def read_ring(path: str) -> tuple[int, int, Ring]:
-    """Read a RING_CONFIG file: a JSON object with exactly the keys of the example.
-
-        {"master_ip": null, "master_port": 9002, "port": 9000, "right_ip": "192.168.77.2", "right_port": 9001,
-         "rank": 0, "world_size": 2}
-
-    Returns:
-        rank, world size, and the rest.
-
-    Raises:
-        ValueError: names the file and the key.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(1 << 16)
-        found = json.loads(text)
-    except (OSError, ValueError, RecursionError) as exc:
-        raise ValueError(f"RING_CONFIG={path}: can't be read as JSON: {exc}") from exc
-    keys = ("master_ip", "master_port", "port", "right_ip", "right_port", "rank", "world_size")
-    if not isinstance(found, dict):
-        raise ValueError(f"RING_CONFIG={path}: expected a JSON object with the keys {', '.join(keys)}")
-    for what, wrong in (
-        ("lacks", [k for k in keys if k not in found]),
-        ("has the unknown", [k for k in found if k not in keys]),
-    ):
-        if wrong:
-            plural = "s" if len(wrong) > 1 else ""
-            raise ValueError(f"RING_CONFIG={path}: {what} key{plural} {', '.join(wrong)}; expected {', '.join(keys)}")
-
-    def integer(key: str, lowest: int, highest: int) -> int:
-        value = found[key]
-        if type(value) is not int or not lowest <= value <= highest:  # bool is an int, too
-            raise ValueError(
-                f"RING_CONFIG={path}: {key} is {value!r}, expected a whole number from {lowest} to {highest}"
-            )
-        return value
-
-    def host(key: str) -> str:
-        value = found[key]
-        if not isinstance(value, str) or not value.strip():
-            raise ValueError(
-                f"RING_CONFIG={path}: {key} is {value!r}, expected a host" + (" or null" if key == "master_ip" else "")
-            )
-        try:
-            return split_address(value, 1)[0]
-        except ValueError as exc:
-            raise ValueError(f"RING_CONFIG={path}: {key}: {exc}") from exc
-
-    world_size = integer("world_size", 1, 1 << 20)
-    ring = Ring(
-        master_ip=None if found["master_ip"] is None else host("master_ip"),
-        master_port=integer("master_port", 1, 65535),
-        port=integer("port", 1, 65535),
-        right_ip=host("right_ip"),
-        right_port=integer("right_port", 1, 65535),
-    )
-    return integer("rank", 0, world_size - 1), world_size, ring
 
 
 def _ring(path: str, rank: int | None, world_size: int | None, common: dict[str, Any]) -> Config:
     place = read_ring(path)
     if rank is not None and (rank, world_size) != place[:2]:
         raise ValueError(
-            f"rank={rank} and world_size={world_size} contradict RING_CONFIG={path}, which has {place[0]} and {place[1]}"
+            f"rank={rank} and world_size={world_size} contradict RING_CONFIG={path}, "
+            f"which has rank {place[0]} and world_size {place[1]}"
         )
     return Config(rank=place[0], world_size=place[1], ring=place[2] if place[1] > 1 else None, **common)
 
@@ -195,16 +119,19 @@ def _placed(rank: int | None, world_size: int | None, environ: Mapping[str, str]
     return launched({**environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)})
 
 
-def _meeting(place: Launched, store: Any, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Where the ranks meet."""
+def _store_place(place: Launched, store: Any, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Where the store is."""
     if store is not None or place.world_size == 1:
-        return {"store": store, "store_host": split_address(place.host, place.port)[0] if place.host else None}
+        return {
+            "store": store,
+            "store_host": _address("MASTER_ADDR", place.host, place.port)[0] if place.host else None,
+        }
     run = f"{environ.get('TORCHELASTIC_RUN_ID', '')}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if environ.get("HOSTRING_STORE", "").strip():
-        host, port = split_address(environ["HOSTRING_STORE"])
+        host, port = _address("HOSTRING_STORE", environ["HOSTRING_STORE"])
         return {"store_host": host, "store_port": port, "hosts_store": False}
     if place.host is not None:
-        host, _ = split_address(place.host, place.port)
+        host, _ = _address("MASTER_ADDR", place.host, place.port)
         agent = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
         return {
             "store_host": host,
@@ -219,6 +146,13 @@ def _meeting(place: Launched, store: Any, environ: Mapping[str, str]) -> dict[st
         f"{place.by} says that this is rank {place.rank} of {place.world_size}, but nothing says where the ranks meet; "
         f"set MASTER_ADDR (and MASTER_PORT) on all of them to an address of rank 0's host"
     )
+
+
+def _address(variable: str, text: str, port: int | None = None) -> tuple[str, int]:
+    try:
+        return split_address(text, port)
+    except ValueError as exc:
+        raise ValueError(f"{variable}={text!r}: {exc}; expected HOST:PORT, such as 192.168.77.1:9002") from None
 
 
 def _chosen(argument: str | None, environ: Mapping[str, str], variable: str, default: str) -> str:

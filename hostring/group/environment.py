@@ -22,9 +22,9 @@ class Launched:
     Attributes:
         by: the launcher, for messages.
         rank, world_size: among all.
-        local_rank: among those of this host; None when it isn't said.
-        host, port: where the ranks meet; host is None when the launcher doesn't say.
-        job: the same for all ranks of this launch on this host, and different for every other launch; None when unknown.
+        local_rank: among those of this host; None when unknown.
+        host, port: where the ranks meet; host is None when unknown.
+        job: names this launch. It is the same on all ranks of this host; None when unknown.
         one_host: all ranks run on this host.
     """
 
@@ -39,10 +39,10 @@ class Launched:
 
 
 def launched(environ: Mapping[str, str]) -> Launched | None:
-    """Recognise torchrun, `hostring launch`, Open MPI, MPICH and SLURM, in this order; None for a process started by hand.
+    """This process's place, as torchrun, `hostring launch`, Open MPI, MPICH or SLURM set it. None without a launcher.
 
     Raises:
-        ValueError: variables are there but incomplete, or not what they should be.
+        ValueError: variables are missing or malformed.
     """
     for recognise in (_torchrun, _open_mpi, _mpich, _slurm):
         found = recognise(environ)
@@ -156,7 +156,7 @@ def _slurm(environ: Mapping[str, str]) -> Launched | None:
 
 
 def slurm_port(environ: Mapping[str, str]) -> int:
-    """A port that jobs and steps on one node hardly share, above the range that systems give out by themselves."""
+    """A port that two jobs or steps on one node rarely share, above the range of ephemeral ports."""
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or "0"
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or "0"
     digits = [int(text) if text.isdigit() else 0 for text in (job, step)]
@@ -186,9 +186,9 @@ def _alternatives(piece: str) -> list[str]:
 
 
 def _launcher_process() -> str:
-    """Names the process that started all ranks of this host: the nearest ancestor that is an MPI launcher, else the parent.
+    """Names the process that started all ranks of this host: the nearest MPI launcher above this one, else the parent.
 
-    A wrapper script between the two must not matter. The start time tells it from an earlier process of that number.
+    There may be a wrapper script between the two. The start time tells the process from an earlier one with its number.
     """
     pid = os.getppid()
     parent = f"process-{pid}-{_stat(pid)[2]}"

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hostring.errors import RendezvousError
-from hostring.group.config import Ring
 from hostring.group.handshake import KINDS, Wire
 from hostring.group.listeners import beside, open_listeners, warn_if_open
 from hostring.group.peer_info import Member, this_member
 from hostring.group.rendezvous import Store, TcpStore, TorchStore, exchange, linger
+from hostring.group.ring_file import Ring
 from hostring.group.roster import Entry, Roster
 from hostring.group.start import Start
 from hostring.group.store_host import open_store

@@ -1,4 +1,4 @@
-"""A rank whose launcher was killed has nobody left who would end it, and may wait for others as long as its deadlines are."""
+"""Ends a rank when its launcher is killed. Nobody else would, and the rank might wait for others for a long time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def end_with_launcher() -> None:
-    """Have the kernel end this process by SIGTERM when `hostring launch` dies that started it. Linux alone can; elsewhere nothing."""
+    """Have the kernel end this process by SIGTERM when the `hostring launch` that started it dies. Works on Linux only."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or sys.platform != "linux" or str(os.getppid()) != launcher:
         return

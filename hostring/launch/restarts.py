@@ -10,13 +10,13 @@ log = logging.getLogger("hostring")
 
 
 class Revival(Protocol):
-    """Decides which ranks are started again. Both are called often, from the thread that called `launch`."""
+    """Decides which ranks are started again. Both methods are called often, from the thread that called `launch`."""
 
     def again(self, rank: int, how: str) -> bool:
-        """Whether `rank`, which has failed, is started again; `how` it ended, in words. When not, all are ended."""
+        """Whether to start `rank` again after it failed; otherwise all ranks are ended. `how` it ended, in words."""
 
     def stuck(self) -> Collection[int]:
-        """Ranks to be killed, because they do nothing any more."""
+        """Ranks to kill because they do nothing any more."""
 
 
 class Rejoining:

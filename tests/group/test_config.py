@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hostring.group import environment as launchers
-from hostring.group.config import Config, from_environment, read_ring
+from hostring.group.config import Config, from_environment
 from hostring.group.environment import expand_hosts, launched
+from hostring.group.ring_file import read_ring
 from hostring.store import job_file
 from hostring.transports import addresses
 from hostring.transports.addresses import Interface, choose, is_loopback, join_address, split_address
@@ -251,7 +252,10 @@ def test_ring_config_exactly_as_in_the_seed(tmp_path: Path) -> None:
     [
         ({"right_ip": ...}, "lacks key right_ip"),
         ({"right_ip": ..., "port": ...}, "lacks keys port, right_ip"),
-        ({"left_ip": "10.0.0.1"}, "has the unknown key left_ip; expected master_ip, master_port"),
+        (
+            {"left_ip": "10.0.0.1"},
+            "has the unknown key left_ip; expected a JSON object with the keys master_ip, master_port",
+        ),
         ({"port": "9000"}, "port is '9000', expected a whole number from 1 to 65535"),
         ({"port": True}, "port is True"),
         ({"port": 0}, "port is 0"),
