@@ -32,7 +32,7 @@ from hostring.engine.engine import Engine
 from hostring.engine.messenger import Messenger
 from hostring.engine.receiving import Pipe
 from hostring.engine.sending import Buffers
-from hostring.engine.session import Caller
+from hostring.engine.session import Session
 from hostring.errors import HandshakeError, HostringError, PeerLostError
 from hostring.group import handshake, ring_file
 from hostring.group.group import Group
@@ -138,23 +138,23 @@ def _alone(data: bytes) -> tuple[Engine, Any]:
     counters = Counters(pipes)
     group = Group(0, 2, "fuzz", 7, SECRET, members=[None, None])
     group.data = {1: Feed(data)}
-    caller = Caller(group, topology="mesh", order="rank", wire="float32", timeout=1.0)
-    return caller._engine, (caller, counters)
+    session = Session(group, topology="mesh", order="rank", wire="float32", timeout=1.0)
+    return session.engine, (session, counters)
 
 
 def frames(data: bytes) -> None:
     """A whole all-reduce, small and large, of float32."""
-    engine, (caller, _) = _alone(data)
+    engine, (session, _) = _alone(data)
     x = np.arange(6, dtype=np.float32)
-    program = caller._planner.all_reduce(6, x.dtype, "sum", None)
+    program = session.planner.all_reduce(6, x.dtype, "sum", None)
     with np.errstate(all="ignore"):
         engine.run(program, Buffers(x, np.empty(0, np.float32)), 0, 0.0, time.perf_counter())
 
 
 def good_frames() -> list[bytes]:
     call = wire.Call("all_reduce", "sum", 0, "rank", 6, epoch=7)
-    _, (caller, _) = _alone(b"")
-    program = caller._planner.all_reduce(6, np.dtype(np.float32), "sum", None)
+    _, (session, _) = _alone(b"")
+    program = session.planner.all_reduce(6, np.dtype(np.float32), "sum", None)
     ours = bytes(program.stages[0].incoming[0].header)
     blocks = (
         ours[: wire.EXPECTED_BYTES] + wire.payload_fields(PAYLOAD_CODES[MXINT8], 7) + bytes([1, 2, 3, 4, 5, 6, 127])

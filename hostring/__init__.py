@@ -54,6 +54,10 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
+
 def init(
     rank: int | None = None,
     world_size: int | None = None,
@@ -97,6 +101,7 @@ def init(
     from hostring.group.group import connect
     from hostring.group.group import rejoin as come_back
     from hostring.launch.orphans import end_with_launcher
+    from hostring.tuning.agreement import open_session
 
     config = from_environment(
         rank, world_size, topology=topology, order=order, wire=wire, transport=transport, timeout=timeout, store=store
@@ -105,7 +110,7 @@ def init(
     declared = contract(config.topology, config.order, config.wire)
     form = come_back if (os.environ.get("HOSTRING_REJOIN") == "1" if rejoin is None else rejoin) else connect
     group = form(config, neighbours=neighbours(config.topology, config.order), contract=declared)
-    return Comm(group, topology=config.topology, order=config.order, wire=config.wire, timeout=config.timeout)
+    return Comm(open_session(group, config.topology, config.order, config.wire, config.timeout))
 
 
 torch_hook.arrange()

@@ -29,6 +29,7 @@ from hostring.store import streams
 from hostring.store.client import MESSAGE_LIMIT, TcpStore
 from hostring.store.protocol import PREFIX, framed, pack
 from hostring.transports.link import Link
+from hostring.tuning.agreement import open_session
 
 FATAL = ("kill", "stop", "close", "blackhole", "reset", "truncated", "junk", "oversized")
 HARMLESS = ("fragments", "slow")
@@ -186,7 +187,7 @@ def join(
     if fault is not None:
         fault.links = group.links
         group.data = {peer: FaultyLink(link, fault) for peer, link in group.data.items()}
-    return Comm(group, topology=topology, order=order, timeout=timeout)
+    return Comm(open_session(group, topology, order, "float32", timeout))
 
 
 # ------------------------------------------------------------------ the hello

@@ -111,5 +111,5 @@ def as_library(x: np.ndarray, library: str) -> Any:
 
 def force(comm: Comm, variant: str, segment: int) -> None:
     """Make `comm` use one all-reduce variant for every size, and short segments for everything. Every rank must do the same."""
-    comm._tuner.force(variant, segment)
-    comm._tuner.segment = lambda itemsize: segment  # type: ignore[method-assign]
+    comm.session.tuner.force(variant, segment)
+    comm.session.tuner.segment = lambda itemsize: segment  # type: ignore[method-assign]

@@ -45,7 +45,7 @@ WIRES: Final[dict[str, DType]] = {"float32": FLOAT32, "bfloat16": BFLOAT16, "mxi
 """What a group may round float32 contributions to."""
 
 # Looked up by value, because a copy of a dtype, such as `newbyteorder` makes, claims not to be built in.
-_CARRIERS: Final = {dtype: dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}") for dtype in DTYPES}
+CARRIERS: Final = {dtype: dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}") for dtype in DTYPES}
 
 _FLOATS: Final = frozenset(n for n in NAMES if n.startswith(("float", "bfloat")))
 _COMPLEX: Final = frozenset({"complex64", "complex128"})
@@ -73,7 +73,7 @@ def wire_dtype(dtype: DType) -> DType:
 
 def carrier(dtype: DType) -> DType:
     """A dtype of the same width whose arrays are buffers: numpy can't lend ml_dtypes' arrays to a socket."""
-    found = _CARRIERS.get(dtype)
+    found = CARRIERS.get(dtype)
     return carrier(BY_NAME[name_of(dtype)]) if found is None else found
 
 

@@ -18,6 +18,7 @@ from hostring.group.group import connect
 from hostring.store.stores import MemoryStore
 from hostring.topologies.proof import NotCertified
 from hostring.topologies.schedule import split_evenly
+from hostring.tuning.agreement import open_session
 
 Floats = npt.NDArray[np.float32]
 GROUP_TIMEOUT_S = 60.0  # for one group of threads, start-up included
@@ -74,7 +75,7 @@ def certify_on_links(
 
     def body(rank: int) -> None:
         with _join(rank, world_size, topology, order, transport, wire, store) as comm:
-            comm._tuner.force(variant, segment)
+            comm.session.tuner.force(variant, segment)
             wrong = [fault for n_elements in sizes if (fault := _compare(comm, n_elements))]
             comm.barrier()  # no rank closes its links while another still folds
         if wrong:
@@ -117,7 +118,7 @@ def _join(rank: int, world_size: int, topology: str, order: str, transport: str,
         rank, world_size, topology=topology, order=order, transport=transport, timeout=GROUP_TIMEOUT_S / 2, store=store
     )
     group = connect(config, neighbours=neighbours(topology, order), contract=contract(topology, order, wire))
-    return Comm(group, topology=topology, order=order, wire=wire, timeout=config.timeout)
+    return Comm(open_session(group, topology, order, wire, config.timeout))
 
 
 def _compare(comm: Comm, n_elements: int) -> str:

@@ -84,7 +84,7 @@ class Hostring:
         )
         itemsize = max(4, case.dtype.itemsize) if wide else case.dtype.itemsize
         share = case.world_size if case.collective in ("all_gather", "gather") else 1
-        return self.comm._tuner.choose(case.collective, case.n_elements // share * itemsize, itemsize).name
+        return self.comm.session.tuner.choose(case.collective, case.n_elements // share * itemsize, itemsize).name
 
     def waited_for(self) -> dict[int, float]:
         return dict(self.comm.counters.waited_for)
@@ -188,7 +188,7 @@ class Gloo:
 
 def _reachable_host(comm: hostring.Comm) -> str:
     """An address of this rank that the others reach."""
-    hosts = [host for host in comm._group.hosts if not host.startswith("/")]
+    hosts = [host for host in comm.session.group.hosts if not host.startswith("/")]
     return hosts[0] if hosts else socket.gethostbyname("localhost")
 
 

@@ -96,7 +96,7 @@ def _contenders(options: Options, comm: hostring.Comm) -> list[Contender]:
             order=options.order,
             wire=wire,
             transport=transport,
-            store=comm._group.store,  # where the first group met
+            store=comm.session.group.store,  # where the first group met
         )
         found.append(Hostring(label, group, options.array))
     if options.peers:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from hostring.comm import Comm
     from hostring.cost.network import Network
+    from hostring.engine.session import Session
     from hostring.tuning.tables import Tuning
 
 
@@ -81,17 +81,17 @@ def tune(
         hostring.init(topology=topology, order=order, transport=transport) as comm,
         _spoken(comm.rank == 0) as (console, say),
     ):
-        found = trial.tune(comm, sizes=nbytes, measured=trials, seconds=seconds, rounds=rounds, say=say)
+        found = trial.tune(comm.session, sizes=nbytes, measured=trials, seconds=seconds, rounds=rounds, say=say)
         if comm.rank == 0:
-            _show(console, comm, found, nbytes, details)
+            _show(console, comm.session, found, nbytes, details)
             if save or output:
-                _keep(console, comm, found, output)
+                _keep(console, comm.session, found, output)
 
 
-def _keep(console: Console, comm: Comm, found: Tuning, output: str) -> None:
+def _keep(console: Console, session: Session, found: Tuning, output: str) -> None:
     from hostring.tuning.tables import save, tuning_path
 
-    path = Path(output) if output else tuning_path(comm)
+    path = Path(output) if output else tuning_path(session)
     save(found, path)
     use = (
         f"HOSTRING_TUNING={output}"
@@ -116,15 +116,15 @@ def _spoken(speaks: bool) -> Iterator[tuple[Any, Any]]:
         yield console, lambda what: status.update(what)
 
 
-def _show(console: Console, comm: Comm, found: Tuning, sizes: list[int], details: bool) -> None:
+def _show(console: Console, session: Session, found: Tuning, sizes: list[int], details: bool) -> None:
     from hostring.group.peer_info import usable_cores
 
     cores = len(usable_cores())
-    if hasattr(os, "getloadavg") and os.getloadavg()[0] > 2 * max(cores, comm.world_size):
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > 2 * max(cores, session.world_size):
         console.print(f"the load of this machine is {os.getloadavg()[0]:.1f}: what others do here is in all figures")
     console.print(links_table(found.network))
-    console.print(matrix(comm, found, sizes))
-    console.print(errors_table(comm, found, sizes, details))
+    console.print(matrix(session, found, sizes))
+    console.print(errors_table(session, found, sizes, details))
 
 
 def links_table(network: Network) -> Table:
@@ -148,30 +148,30 @@ def _rate(rate: float) -> str:
     return "no limit" if rate == float("inf") else f"{rate / 1e9:.3f}"
 
 
-def matrix(comm: Comm, found: Tuning, sizes: list[int]) -> Table:
+def matrix(session: Session, found: Tuning, sizes: list[int]) -> Table:
     """What is chosen for every collective and size."""
     from rich.table import Table
 
     from hostring.bench.sizes import show
     from hostring.tuning.tables import choice_in
 
-    collectives = list(comm._tuner.allowed)
-    chosen = found.table(comm._tuner)
-    table = Table("size", *collectives, title=f"chosen schedules: {comm.world_size} ranks, order {comm.order}")
+    collectives = list(session.tuner.allowed)
+    chosen = found.table(session.tuner)
+    table = Table("size", *collectives, title=f"chosen schedules: {session.world_size} ranks, order {session.order}")
     for nbytes in sizes:
         cells = [choice_in(chosen, c, nbytes) for c in collectives]
         table.add_row(show(nbytes), *cells)
     return table
 
 
-def errors_table(comm: Comm, found: Tuning, sizes: list[int], details: bool) -> Table:
+def errors_table(session: Session, found: Tuning, sizes: list[int], details: bool) -> Table:
     """Prediction beside measurement of all-reduces, and what the choice loses against the best that was tried."""
     from rich.table import Table
 
     from hostring.bench.sizes import show
     from hostring.tuning.tables import choice_in
 
-    chosen = found.table(comm._tuner)
+    chosen = found.table(session.tuner)
     table = Table(
         "size",
         "all_reduce by",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from hostring.cost import formulas
 from hostring.cost.network import Network
@@ -56,26 +56,21 @@ def movement(
     segment = max(1, segment_nbytes // itemsize)
 
     def build(n_elements: int) -> list[Schedule]:
-        return [schedule_of(collective, Place(rank, n, next_hop), n_elements, order, segment) for rank in range(n)]
+        return [even_schedule(collective, Place(rank, n, next_hop), n_elements, order, segment) for rank in range(n)]
 
     return _pipelined(build, -(-nbytes // itemsize), segment, network, itemsize, None)
 
 
-def schedule_of(collective: str, place: Place, n_elements: int, order: str, segment: int) -> Schedule:
+def even_schedule(collective: str, place: Place, n_elements: int, order: str, segment: int) -> Schedule:
     """The schedule of an even collective with root 0. For `n_elements` see `movement`."""
     n = place.world_size
     even = [(r + 1) * n_elements // n - r * n_elements // n for r in range(n)]
-    builders: dict[str, Callable[[], Schedule]] = {
-        "reduce": lambda: collectives.reduce(place, n_elements, order, segment, 0),
-        "reduce_scatter": lambda: collectives.reduce_scatter(place, even, order, segment),
-        "broadcast": lambda: collectives.broadcast(place, n_elements, segment, 0),
-        "all_gather": lambda: collectives.all_gather(place, [n_elements] * n, segment),
-        "gather": lambda: collectives.gather(place, [n_elements] * n, segment, 0),
-        "scatter": lambda: collectives.scatter(place, even, segment, 0),
-        "all_to_all": lambda: collectives.all_to_all(place, [even] * n, segment),
-        "barrier": lambda: collectives.all_gather(place, [0] * n, segment),
-    }
-    return builders[collective]()
+    shares = [n_elements] * n
+    details: dict[str, Any] = {
+        "reduce": 0, "reduce_scatter": even, "broadcast": 0, "all_gather": shares, "gather": (0, shares),
+        "scatter": (0, even), "all_to_all": [even] * n, "barrier": None,
+    }  # fmt: skip
+    return collectives.schedule_of(collective, place, n_elements, details[collective], order, segment)
 
 
 def _pipelined(

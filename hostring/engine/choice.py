@@ -1,30 +1,20 @@
 """Which schedule for which size. All schedules of one order give the same bits, so this is only about time.
 
-What a group uses is a table of thresholds by collective, the same on every rank: the one below, or one that rank 0 made
-from measurements and handed to all (see `agreement`).
+What a group uses is a table of thresholds by collective, the same on every rank. Rank 0 makes it when the group starts, from
+defaults or from measurements, and gives it to all (see `hostring.tuning.agreement`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
-from hostring.cost import formulas
-from hostring.cost.network import Network, ethernet
 from hostring.topologies import TOPOLOGIES, Topology
-from hostring.topologies.rules import TUNED, Rules, Way, read_rules
+from hostring.topologies.rules import TUNED, Way, read_rules
 
 SEGMENT_NBYTES: Final = 1 << 18  # fits the second-level cache twice, so that it is folded while hot
-ONE_HOST_SEGMENT_NBYTES: Final = (
-    1 << 20
-)  # of a mesh on one machine, where a switch between processes costs more than a cache miss
 WHOLE: Final = 1 << 62
-ONE_HOST_NBYTES: Final = {3: 1 << 17, 4: 1 << 17}  # up to which one round beats two on one machine, by world size
-_ONE_HOST_MANY: Final = 1 << 15  # for more ranks
-_SMALL: Final = {"mesh": "one_shot", "ring": "relay"}  # the variants with the fewest rounds
-_SIZES: Final = tuple(1 << k for k in range(6, 21))
 
 
 @dataclass(frozen=True)
@@ -76,8 +66,8 @@ class Tuner:
         self.topology = TOPOLOGIES[self.rules.links]
         self.order, self.world_size = order, world_size
         self.allowed: dict[str, list[Way]] = {c: self.rules.allowed(c, order, world_size) for c in TUNED}
-        self.table: Table = default_table(self.rules, order, world_size, one_host=True)
-        self.source = "defaults"
+        self.table: Table = links_table(self.allowed)
+        self.source = "the links alone"
         self.explain: Callable[[str, int, Choice], None] | None = None
         self._explained: set[tuple[str, int]] = set()
         self._forced: dict[str, tuple[Way, int]] = {}
@@ -150,38 +140,6 @@ class Tuner:
         return max(1, SEGMENT_NBYTES // itemsize)
 
 
-def default_table(rules: Rules, order: str, world_size: int, *, one_host: bool) -> Table:
-    """What to use as long as nothing was measured: the links' own schedules, fewer rounds for small messages."""
-    table: dict[str, list[Threshold]] = {}
-    for collective in TUNED:
-        ways = rules.allowed(collective, order, world_size)
-        topology = ways[0][0]
-        variants = [v for t, v in ways if t == topology]
-        small = _SMALL.get(topology) if collective == "all_reduce" else None
-        large = next((v for v in variants if v != small), variants[0])
-        segment = ONE_HOST_SEGMENT_NBYTES if one_host and large == "two_shot" else 0
-        table[collective] = [Threshold(WHOLE, topology, large, segment)]
-        if small in variants and small != large:
-            upto = _few_rounds_nbytes(small, large, world_size, one_host)
-            table[collective] = [
-                Threshold(upto, topology, small, segment),
-                *(table[collective] if upto < WHOLE else []),
-            ]
-    return table
-
-
-@lru_cache(maxsize=256)
-def _few_rounds_nbytes(small: str, large: str, world_size: int, one_host: bool) -> int:
-    """Up to which size the variant with fewer rounds is the quicker one."""
-    if (
-        world_size == 2
-    ):  # both send the same bytes, one shot in one round; and what it folds in 16 bits need not be widened
-        return WHOLE
-    if one_host:
-        return ONE_HOST_NBYTES.get(world_size, _ONE_HOST_MANY)
-    network: Network = ethernet(max(2, world_size))
-
-    def cost(variant: str, nbytes: int) -> Any:
-        return formulas.all_reduce(variant, network, nbytes, SEGMENT_NBYTES).seconds
-
-    return max((n for n in _SIZES if cost(small, n) <= cost(large, n)), default=0)
+def links_table(allowed: Mapping[str, Sequence[Way]]) -> Table:
+    """The first way of each collective, for all sizes: what a group uses until its ranks have agreed on a table."""
+    return {collective: [Threshold(WHOLE, *ways[0])] for collective, ways in allowed.items()}

@@ -1,7 +1,7 @@
 """What a forked child must do with the groups of its parent: neither use their links nor keep them open.
 
-The links belong to both processes after a fork. A child that used them would mix its bytes into the parent's, and one that
-merely lives on would hide the parent's death from the other ranks, which see it by the end of the stream.
+The links belong to both processes after a fork. A child that used them would mix its bytes into the parent's. A child that
+merely lives on would hide the parent's death from the other ranks, because their streams would not end.
 """
 
 from __future__ import annotations
@@ -9,17 +9,25 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Protocol
 
 from hostring.errors import GroupClosedError
 from hostring.transports.link import Link
 
-_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+class Inherited(Protocol):
+    """What belongs to the process that made it."""
+
+    def leave_to_parent(self) -> None:
+        """Called in a forked child."""
 
 
-def watch(group: Any) -> None:
-    """Call `group.forsake()` in every child that is forked from now on."""
-    _groups.add(group)
+_watched: weakref.WeakSet[Inherited] = weakref.WeakSet()
+
+
+def watch(session: Inherited) -> None:
+    """Call `session.leave_to_parent()` in every child that is forked from now on."""
+    _watched.add(session)
 
 
 def refusal(rank: int) -> GroupClosedError:
@@ -30,8 +38,8 @@ def refusal(rank: int) -> GroupClosedError:
     )
 
 
-def let_go(links: Iterable[Link]) -> None:
-    """Give up this process's hold on the links' descriptors. Their numbers stay taken, so that whoever knows them does no harm."""
+def release(links: Iterable[Link]) -> None:
+    """Release the links of this process. Their descriptors stay taken by /dev/null, so that a late use hits nothing else."""
     null = os.open(os.devnull, os.O_RDWR)
     for link in links:
         if (fd := link.fileno()) >= 0:
@@ -40,8 +48,8 @@ def let_go(links: Iterable[Link]) -> None:
 
 
 def _in_child() -> None:
-    for group in list(_groups):
-        group.forsake()
+    for session in list(_watched):
+        session.leave_to_parent()
 
 
 if hasattr(os, "register_at_fork"):

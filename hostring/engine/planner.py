@@ -7,19 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
-import numpy as np
-
-from hostring.arrays.dtypes import (
-    CODES,
-    COMPLEX_KIND,
-    FLOAT32,
-    FLOAT_KIND,
-    Array,
-    DType,
-    kind_code,
-    unit_of,
-    wire_dtype,
-)
+from hostring.arrays.dtypes import CODES, COMPLEX_KIND, FLOAT32, FLOAT_KIND, DType, kind_code, unit_of, wire_dtype
 from hostring.arrays.fold import fold_functions, narrow_sum
 from hostring.engine.choice import Choice, Tuner
 from hostring.engine.counters import Counters
@@ -30,16 +18,14 @@ from hostring.topologies import TOPOLOGIES, collectives
 from hostring.topologies.routes import Place
 from hostring.topologies.schedule import Schedule
 
-_KEPT_NBYTES: Final = 1 << 26
-_MOST_ROOMS: Final = 64
 _NOMINAL: Final = {
     FLOAT_KIND: 4,
     COMPLEX_KIND: 8,
 }  # bytes of a float and of a complex number, whose width each rank may choose for itself
-_SMALL_NBYTES: Final = 1 << 20
-_LEAST_SLOT_NBYTES: Final = 1 << 12
+SMALL_NBYTES: Final = 1 << 20  # up to this size, slots for whole segments take little memory
+MIN_SLOT_NBYTES: Final = 1 << 12
 _IN_SLOTS: Final = ("one_shot", "relay", "stream", "")  # "": a collective that is no all-reduce
-_MOST_PROGRAMS: Final = 512  # more shapes than a decode or training loop has; beyond, all are dropped and made again
+MAX_PROGRAMS: Final = 512  # more shapes than a decode or training loop has; beyond, all are dropped and made again
 
 
 class Planner:
@@ -65,24 +51,12 @@ class Planner:
         self._sides = Sides()
         self._results = Sides() if wire == "float32" else None
         self._unit = unit_of(wire)
-        self._room = np.empty(0, np.uint8)
-        self._rooms: dict[
-            tuple[int, DType, int], Array
-        ] = {}  # the same array object for the same size: adapters remember it
 
-    def room(self, n_elements: int, dtype: DType, after: int = 0) -> Array:
-        """Host memory to stage `n_elements` of `dtype` in, behind `after` bytes: reused by the next call, grown when it must be."""
-        known = self._rooms.get((n_elements, dtype, after))
-        if known is not None:
-            return known
-        nbytes = after + n_elements * dtype.itemsize
-        too_small, far_too_large = nbytes > self._room.nbytes, self._room.nbytes > max(4 * nbytes, _KEPT_NBYTES)
-        if too_small or far_too_large:  # one huge call must not hold its memory for ever
-            self._room = np.empty(nbytes, np.uint8)
-        if too_small or far_too_large or len(self._rooms) >= _MOST_ROOMS:
-            self._rooms.clear()
-        room = self._rooms[n_elements, dtype, after] = self._room[after:nbytes].view(dtype)
-        return room
+    @property
+    def memory_held(self) -> int:
+        """Bytes of scratch, of payloads of other dtypes, and of rounded results."""
+        kept = [self._scratch, self._sides.block, *([] if self._results is None else [self._results.block])]
+        return sum(map(len, kept))
 
     def all_reduce(
         self, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: int | None = None
@@ -160,19 +134,12 @@ class Planner:
         """What this rank does in `collective`."""
         choice, order = self._choose(collective, n_elements, detail, dtype), self._order
         place = self._placed(choice, dtype)
-        segment = _folding(choice, collective, n_elements, dtype.itemsize, place, order)
-        moving = _moving(choice, collective, _extent(collective, n_elements, detail), _nominal(dtype), place.world_size)
-        builders: dict[str, Callable[[], Schedule]] = {
-            "reduce": lambda: collectives.reduce(place, n_elements, order, segment, detail),
-            "reduce_scatter": lambda: collectives.reduce_scatter(place, detail, order, segment),
-            "broadcast": lambda: collectives.broadcast(place, n_elements, moving, detail),
-            "all_gather": lambda: collectives.all_gather(place, detail, moving),
-            "barrier": lambda: collectives.all_gather(place, [0] * place.world_size, segment),
-            "gather": lambda: collectives.gather(place, detail[1], moving, detail[0]),
-            "scatter": lambda: collectives.scatter(place, detail[1], moving, detail[0]),
-            "all_to_all": lambda: collectives.all_to_all(place, detail, moving),
-        }
-        return builders[collective]()
+        if collective in collectives.FOLDING:
+            segment = _folding(choice, collective, n_elements, dtype.itemsize, place, order)
+        else:
+            extent = _extent(collective, n_elements, detail)
+            segment = _moving(choice, collective, extent, _nominal(dtype), place.world_size)
+        return collectives.schedule_of(collective, place, n_elements, detail, order, segment)
 
     def _choose(self, collective: str, n_elements: int, detail: Any, dtype: DType) -> Choice:
         """What all ranks choose alike: from counts that all know, and not from the width of a dtype in which they may differ."""
@@ -194,7 +161,7 @@ class Planner:
         return self.programs.get(key) or self._keep(key, make)
 
     def _keep(self, key: Any, make: Callable[[], Program]) -> Program:
-        if len(self.programs) >= _MOST_PROGRAMS:
+        if len(self.programs) >= MAX_PROGRAMS:
             self._drop()
         program = self.programs[key] = make()
         self._counters.programs.add(program)
@@ -253,11 +220,11 @@ def _folding(choice: Choice, collective: str, n_elements: int, itemsize: int, pl
     what all ranks know, so that they cut alike.
     """
     nbytes, segment = n_elements * itemsize, choice.segment
-    if nbytes > _SMALL_NBYTES and choice.variant in _IN_SLOTS:
+    if nbytes > SMALL_NBYTES and choice.variant in _IN_SLOTS:
         hops = _longest_way(choice.topology.name, place.world_size)
         parts = place.world_size if order == "ring" or (collective == "reduce_scatter" and hops > 1) else 1
         slot = nbytes // (parts * (place.world_size - 1) * (hops + 1))
-        segment = min(segment, max(slot, _LEAST_SLOT_NBYTES) // itemsize)
+        segment = min(segment, max(slot, MIN_SLOT_NBYTES) // itemsize)
     return max(segment - segment % place.unit, place.unit)
 
 
@@ -266,7 +233,7 @@ def _moving(choice: Choice, collective: str, n_elements: int, itemsize: int, wor
     if choice.topology.name == "mesh":
         return collectives.WHOLE
     passing = max(16, world_size**2 if collective == "all_to_all" else 0)  # each of N² parts has two slots at a hub
-    return min(choice.segment, max(_LEAST_SLOT_NBYTES // itemsize, n_elements // passing))
+    return min(choice.segment, max(MIN_SLOT_NBYTES // itemsize, n_elements // passing))
 
 
 def _nominal(dtype: DType) -> int:

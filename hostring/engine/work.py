@@ -115,7 +115,7 @@ class Turns:
         self._name = name
         self.turn = threading.Lock()
         self.queued: deque[tuple[Callable[[], Any], Work]] = deque()
-        self._holder = 0  # the thread that may call again while it has the turn
+        self.holder = 0  # the thread that has the turn, and may call again
         self._starting = threading.Lock()
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -123,14 +123,14 @@ class Turns:
 
     def run(self, job: Callable[..., Any], what: str, *args: Any) -> Any:
         """Run `job(*args)` here when it is its turn at once, or in this thread's own turn; else behind the queue."""
-        if self._holder == get_ident():
+        if self.holder == get_ident():
             return job(*args)
         if not self.queued and self.turn.acquire(blocking=False):
-            self._holder = get_ident()
+            self.holder = get_ident()
             try:
                 return job(*args)
             finally:
-                self._holder = 0
+                self.holder = 0
                 self.turn.release()
         return self.submit(lambda: job(*args), what).wait()
 
@@ -189,12 +189,12 @@ class Turns:
             if not self.queued:
                 return False
             job, work = self.queued.popleft()
-            self._holder = get_ident()
+            self.holder = get_ident()
             try:
                 result = job()
             except BaseException as exc:  # it belongs to whoever waits for the work
                 error = exc
-            self._holder = 0
+            self.holder = 0
         finally:
             self.turn.release()
         work.finish(result, error)
@@ -212,6 +212,6 @@ class Turns:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
         # Not for long: a signal handler may close the group under a call of its own thread.
-        if self._holder != get_ident() and self.turn.acquire(timeout=min(timeout, _OTHERS_SECONDS)):
+        if self.holder != get_ident() and self.turn.acquire(timeout=min(timeout, _OTHERS_SECONDS)):
             self.turn.release()
         return thread is None or not thread.is_alive()

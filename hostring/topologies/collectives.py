@@ -6,11 +6,13 @@ How it travels is in `routes`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 from hostring.topologies.routes import Builder, Place, Share, Transfer, contribute, move
 from hostring.topologies.schedule import DATA, OUT, Range, Schedule, offsets
 
-WHOLE = 1 << 62  # a segment length that never splits: on a direct link, data that only moves needs no pipelining
+WHOLE: Final = 1 << 62  # a segment length that never splits: on a direct link, data that only moves needs no pipelining
+FOLDING: Final = ("reduce", "reduce_scatter")  # besides all_reduce
 
 
 def one_shot(place: Place, n_elements: int, order: str, segment: int) -> Schedule:
@@ -123,3 +125,27 @@ def all_to_all(place: Place, counts: Sequence[Sequence[int]], segment: int) -> S
     ]
     move(place, build, transfers, segment)
     return build.schedule(sum(counts[place.rank]), sum(counts[r][place.rank] for r in range(n)))
+
+
+def schedule_of(collective: str, place: Place, n_elements: int, detail: Any, order: str, segment: int) -> Schedule:
+    """The schedule of any collective but all_reduce, which has variants.
+
+    Args:
+        n_elements: of the buffer of reduce and broadcast; the others go by `detail` alone.
+        detail: the root of reduce and broadcast; each rank's counts for reduce_scatter and all_gather; both, (root, counts), for
+            gather and scatter; counts by source and destination for all_to_all; for a barrier, anything.
+    """
+    if collective == "reduce":
+        return reduce(place, n_elements, order, segment, detail)
+    if collective == "reduce_scatter":
+        return reduce_scatter(place, detail, order, segment)
+    if collective == "broadcast":
+        return broadcast(place, n_elements, segment, detail)
+    if collective == "all_gather":
+        return all_gather(place, detail, segment)
+    if collective == "barrier":
+        return all_gather(place, [0] * place.world_size, segment)
+    if collective == "all_to_all":
+        return all_to_all(place, detail, segment)
+    rooted = {"gather": gather, "scatter": scatter}
+    return rooted[collective](place, detail[1], segment, detail[0])

@@ -9,75 +9,77 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import msgpack
 import numpy as np
 
-from hostring.arrays.dtypes import BY_NAME
-from hostring.engine.choice import Choice, Table, Threshold, default_table
+from hostring.engine.choice import Choice, Table, Threshold
 from hostring.engine.frames import START_SEQ
-from hostring.engine.sending import Buffers
+from hostring.engine.movements import Movements
+from hostring.engine.session import Session
 from hostring.errors import HostringError
+from hostring.group.group import Group
+from hostring.tuning.defaults import default_table
 from hostring.tuning.tables import Tuning, load, tuning_path
 
-if TYPE_CHECKING:
-    from hostring.comm import Comm
-
-_RECORD_NBYTES: Final = 4096  # one broadcast, whatever was decided
+RECORD_NBYTES: Final = 4096  # one broadcast, whatever was decided
 _Plain: TypeAlias = "dict[str, list[tuple[int, str, str, int]]]"  # a table as msgpack takes it
 
 
-def agree(comm: Comm) -> None:
+def open_session(group: Group, topology: str, order: str, wire: str, timeout: float) -> Session:
+    """A session over the links of `group`, whose ranks have agreed on a table. Every rank of the group calls this alike."""
+    session = Session(group, topology=topology, order=order, wire=wire, timeout=timeout)
+    try:
+        agree(session)
+    except BaseException as exc:
+        session.abort(f"it could not start: {exc}")
+        raise
+    return session
+
+
+def agree(session: Session) -> None:
     """Give all ranks the table that rank 0 decides on. Called once, before the first call; costs one small broadcast.
 
     Raises:
         HostringError: the group failed, or rank 0 could not read the tuning that it was told to.
     """
-    if comm.world_size == 1:
+    if session.world_size == 1:
         return
-    comm._seq = START_SEQ
-    record, tuning = np.zeros(_RECORD_NBYTES, np.uint8), None
-    if comm.rank == 0:
-        *decision, tuning = _decide(comm)
+    session.seq = START_SEQ
+    record, tuning = np.zeros(RECORD_NBYTES, np.uint8), None
+    if session.rank == 0:
+        *decision, tuning = _decide(session)
         packed = msgpack.packb(decision)
         record[: len(packed)] = np.frombuffer(packed, np.uint8)
-    program = comm._planner.movement("broadcast", record.size, BY_NAME["uint8"], 0)
-    comm._run(program, Buffers(record, record[:0]), None, perf_counter())
+    Movements(session).broadcast(record, 0)
     unpacker = msgpack.Unpacker()
     unpacker.feed(record.tobytes())
     what, source, table = unpacker.unpack()
     if what == "trouble":
         raise HostringError(source, 0)
-    _adopt(comm, {c: [Threshold(*t) for t in thresholds] for c, thresholds in table.items()}, source)
+    _adopt(session, table, source)
     if what == "measure":
         from hostring.tuning.trial import tune
 
-        share(comm, tune(comm, measured=False))
-    elif comm.rank == 0:
-        _explain(comm, tuning)
-    comm._seq = 0
-    comm.counters.forget()
-    comm.recorder.forget()
+        share(session, tune(session, measured=False))
+    elif session.rank == 0:
+        _explain(session, tuning)
+    session.start_counting()
 
 
-def share(comm: Comm, tuning: Tuning) -> None:
+def share(session: Session, tuning: Tuning) -> None:
     """Use what rank 0 holds in `tuning` from now on, on all ranks. The others' `tuning` is ignored."""
-    packed = msgpack.packb(_plain(tuning.table(comm._tuner))) if comm.rank == 0 else b""
-    nbytes = np.array([len(packed)], np.int64)
-    comm.broadcast(nbytes)
-    record = np.frombuffer(packed, np.uint8).copy() if comm.rank == 0 else np.zeros(int(nbytes[0]), np.uint8)
-    comm.broadcast(record)
-    table = {c: [Threshold(*t) for t in thresholds] for c, thresholds in msgpack.unpackb(record.tobytes()).items()}
-    _adopt(comm, table, tuning.source)
-    if comm.rank == 0:
-        _explain(comm, tuning)
+    packed = msgpack.packb(_plain(tuning.table(session.tuner))) if session.rank == 0 else b""
+    table = msgpack.unpackb(Movements(session).broadcast_bytes(packed, 0))
+    _adopt(session, table, tuning.source)
+    if session.rank == 0:
+        _explain(session, tuning)
 
 
-def _adopt(comm: Comm, table: Table, source: str) -> None:
-    comm._planner.drop()
-    comm._tuner.adopt(table, source)
+def _adopt(session: Session, table: _Plain, source: str) -> None:
+    session.planner.drop()
+    session.tuner.adopt({c: [Threshold(*t) for t in thresholds] for c, thresholds in table.items()}, source)
 
 
 def _plain(table: Table) -> _Plain:
@@ -86,45 +88,45 @@ def _plain(table: Table) -> _Plain:
     }
 
 
-def _decide(comm: Comm) -> tuple[str, str, _Plain, Tuning | None]:
+def _decide(session: Session) -> tuple[str, str, _Plain, Tuning | None]:
     """("table", "measure" or "trouble"; where it is from, or what is wrong; the table; what it was made of)."""
     wanted = os.environ.get("HOSTRING_TUNING", "").strip() or "auto"
-    tuner = comm._tuner
+    tuner = session.tuner
     tuning = None
     try:
         if wanted not in ("off", "measure", "auto"):
             tuning = load(Path(wanted))
-        elif wanted == "auto" and (path := tuning_path(comm)).exists():
+        elif wanted == "auto" and (path := tuning_path(session)).exists():
             tuning = load(path)
-        if tuning is not None and tuning.network.world_size != comm.world_size:
-            raise ValueError(f"it is of {tuning.network.world_size} ranks, this group has {comm.world_size}")
+        if tuning is not None and tuning.network.world_size != session.world_size:
+            raise ValueError(f"it is of {tuning.network.world_size} ranks, this group has {session.world_size}")
     except (OSError, ValueError) as exc:
         return "trouble", f"HOSTRING_TUNING={wanted}: {exc}", {}, None
+    near = _one_host(session)
+    table = default_table(tuner.rules, tuner.order, session.world_size, one_host=near or tuning is not None)
     if tuning is not None:
-        return "table", tuning.source, _plain(tuning.table(tuner)), tuning
-    near = _one_host(comm)
-    table = default_table(tuner.rules, tuner.order, comm.world_size, one_host=near)
+        return "table", tuning.source, _plain({**table, **tuning.table(tuner)}), tuning
     what = "measure" if wanted == "measure" else "table"
     return what, f"the defaults for {'one host' if near else 'a network'}", _plain(table), None
 
 
-def _one_host(comm: Comm) -> bool:
+def _one_host(session: Session) -> bool:
     """Whether all ranks are known to be on one network stack."""
-    stacks = {m.net_id if m is not None else None for m in comm._group.members}
+    stacks = {m.net_id if m is not None else None for m in session.group.members}
     return len(stacks) == 1 and None not in stacks
 
 
-def _explain(comm: Comm, tuning: Tuning | None) -> None:
+def _explain(session: Session, tuning: Tuning | None) -> None:
     """With HOSTRING_TRACE=1, rank 0 says once for each collective and size what was chosen, and why."""
     if os.environ.get("HOSTRING_TRACE") != "1":
         return
 
     def explain(collective: str, nbytes: int, choice: Choice) -> None:
-        tuner = comm._tuner
+        tuner = session.tuner
         costs = tuning.reasons(collective, nbytes, tuner.allowed[collective]) if tuning is not None else []
         known = "".join(f"; {name} {seconds * 1e6:.1f} us" for name, seconds in costs[:6])
         ruled = (
-            f"; topology={comm.topology!r} leaves {len(tuner.allowed[collective])}"
+            f"; topology={session.topology!r} leaves {len(tuner.allowed[collective])}"
             if collective in tuner.rules.ways
             else ""
         )
@@ -134,4 +136,4 @@ def _explain(comm: Comm, tuning: Tuning | None) -> None:
             flush=True,
         )
 
-    comm._tuner.explain = explain
+    session.tuner.explain = explain

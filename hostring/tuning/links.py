@@ -6,17 +6,16 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from hostring.cost.network import UNLIMITED, Host, Line, Network
+from hostring.engine.movements import Movements
 from hostring.engine.sending import Buffers
+from hostring.engine.session import Session
 from hostring.topologies.routes import Builder
 from hostring.topologies.schedule import DATA, Range, Schedule
-
-if TYPE_CHECKING:
-    from hostring.comm import Comm
 
 _TRIPS: Final = 4
 _FEW_MESSAGES, _MORE_MESSAGES = 8, 40  # the difference is what counts: start and end are the same
@@ -50,29 +49,33 @@ class Pair:
         return not self.near and self.both < _WIRE_BOUND * max(self.forth, self.back)
 
 
-def measure(comm: Comm, progress: Callable[[str], None] = lambda what: None) -> Network:
+def measure(session: Session, progress: Callable[[str], None] = lambda what: None) -> Network:
     """Measure latency and rate of every link, the cost of a message and the rate of folding. The same result on every rank."""
-    probes = _Probes(comm)
+    probes = _Probes(session)
     links = [
-        (a, b) for a in range(comm.world_size) for b in comm._tuner.topology.neighbours(a, comm.world_size) if a < b
+        (a, b)
+        for a in range(session.world_size)
+        for b in session.tuner.topology.neighbours(a, session.world_size)
+        if a < b
     ]
     pairs = []
     for a, b in sorted(links):
         progress(f"link {a} - {b}")
         pairs.append(probes.pair(a, b))
-    out, into = [UNLIMITED] * comm.world_size, [UNLIMITED] * comm.world_size
-    for rank in range(comm.world_size) if any(p.wire_bound for p in pairs) else ():
+    out, into = [UNLIMITED] * session.world_size, [UNLIMITED] * session.world_size
+    for rank in range(session.world_size) if any(p.wire_bound for p in pairs) else ():
         progress(f"interface of rank {rank}")
         out[rank], into[rank] = probes.fan(rank, True), probes.fan(rank, False)
-    folding = comm.all_gather(np.array([_fold_rate()]))[:, 0]
-    return _network(comm, pairs, out, into, [float(rate) for rate in folding])
+    folding = Movements(session).all_gather(np.array([_fold_rate()]))[:, 0]
+    return _network(session, pairs, out, into, [float(rate) for rate in folding])
 
 
 class _Probes:
     """Times schedules on the group's data links."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm, self._number = comm, 0
+    def __init__(self, session: Session) -> None:
+        self._session, self._number = session, 0
+        self._movements = Movements(session)
         self._data = np.zeros(_PIECE, np.float32)
 
     def pair(self, a: int, b: int) -> Pair:
@@ -81,7 +84,7 @@ class _Probes:
         gap = max(_LEAST_GAP, (more - few) / (_MORE_MESSAGES - _FEW_MESSAGES))
         forth, back = self._per_byte(a, b, _stream), self._per_byte(b, a, _stream)
         both = self._per_byte(a, b, _exchange)
-        ours, theirs = self._comm._group.members[a], self._comm._group.members[b]
+        ours, theirs = self._session.group.members[a], self._session.group.members[b]
         near = ours is not None and theirs is not None and ours.net_id == theirs.net_id
         return Pair(a, b, trip, gap, forth, back, both, near)
 
@@ -92,7 +95,7 @@ class _Probes:
 
     def fan(self, rank: int, out: bool) -> float:
         """Bytes per second that `rank` sends to, or receives from, all its neighbours at once."""
-        peers = sorted(self._comm._tuner.topology.neighbours(rank, self._comm.world_size))
+        peers = sorted(self._session.tuner.topology.neighbours(rank, self._session.world_size))
         return _MORE_PIECES * _PIECE * 4 * len(peers) / self._best(rank, _fan(rank, peers, out))
 
     def _best(self, timer: int, build: _Build, least: int = _LEAST_LONG_REPEATS) -> float:
@@ -101,11 +104,11 @@ class _Probes:
         best, total = np.array([float("inf"), 0.0]), 0.0
         for repeat in range(_REPEATS):
             began = perf_counter()
-            self._comm._run(program, Buffers(self._data, self._data[:0]), None, began)
+            self._session.run(program, Buffers(self._data, self._data[:0]), None, began)
             took = perf_counter() - began
             total += took
             best[:] = min(best[0], took), total
-            self._comm.broadcast(best, root=timer)
+            self._movements.broadcast(best, root=timer)
             total = float(best[1])
             if total > _LONG and repeat + 1 >= least:
                 break
@@ -113,10 +116,10 @@ class _Probes:
 
     def _bind(self, build: _Build) -> Any:
         builder = Builder()
-        build(builder, self._comm.rank)
+        build(builder, self._session.rank)
         self._number += 1
         schedule: Schedule = builder.schedule(_PIECE)
-        return self._comm._planner.probe(schedule, self._number)
+        return self._session.planner.probe(schedule, self._number)
 
 
 def _message(build: Builder, rank: int, round_: int, src: int, dst: int, n_elements: int) -> None:
@@ -176,11 +179,11 @@ def _fold_rate() -> float:
     return left.nbytes / min(times)
 
 
-def _network(comm: Comm, pairs: list[Pair], out: list[float], into: list[float], folding: list[float]) -> Network:
-    home, cores = _homes(comm)
+def _network(session: Session, pairs: list[Pair], out: list[float], into: list[float], folding: list[float]) -> Network:
+    home, cores = _homes(session)
     hosts = []
     for h in range(max(home) + 1):
-        ranks = [r for r in range(comm.world_size) if home[r] == h]
+        ranks = [r for r in range(session.world_size) if home[r] == h]
         mine = [p for p in pairs if p.a in ranks or p.b in ranks]
         copying = min((p.both / 2 for p in mine if not p.wire_bound), default=_COPYING)
         hosts.append(
@@ -208,9 +211,9 @@ def _lines(pairs: list[Pair], per_message: list[float]) -> Iterator[tuple[tuple[
             yield (src, dst), Line(latency, 1 / cost if p.wire_bound else UNLIMITED)
 
 
-def _homes(comm: Comm) -> tuple[list[int], list[int]]:
+def _homes(session: Session) -> tuple[list[int], list[int]]:
     """The host of each rank, as numbers from 0, and the cores of each host: those of a machine, divided among its network stacks."""
-    members = comm._group.members
+    members = session.group.members
     known: dict[str, int] = {}
     home = [known.setdefault(m.net_id if m is not None else f"rank {r}", len(known)) for r, m in enumerate(members)]
     cores = []

@@ -9,14 +9,12 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from hostring.cost.network import Network
 from hostring.engine.choice import WHOLE, Table, Threshold, Tuner
+from hostring.engine.session import Session
 from hostring.topologies.rules import Way
-
-if TYPE_CHECKING:
-    from hostring.comm import Comm
 
 VERSION: Final = 1
 _SIZES: Final = tuple(1 << k for k in range(6, 27))
@@ -173,16 +171,16 @@ def choice_in(table: Table, collective: str, nbytes: int) -> str:
     return "-"
 
 
-def tuning_path(comm: Comm) -> Path:
+def tuning_path(session: Session) -> Path:
     """The file for groups like this one: by hosts, transport and world size, in the user's cache directory."""
-    group = comm._group
+    group = session.group
     stacks: dict[str, int] = {}
     who = [
         (m.hostname, stacks.setdefault(m.net_id, len(stacks))) if m is not None else ("?", -1) for m in group.members
     ]
-    key = json.dumps([who, group._config.transport, comm._tuner.topology.name])
+    key = json.dumps([who, group.transport, session.tuner.topology.name])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "hostring" / f"tuning-{comm.world_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return cache / "hostring" / f"tuning-{session.world_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def save(tuning: Tuning, path: Path) -> None:

@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from hostring.cost import estimate
 from hostring.cost.network import Network
+from hostring.engine.movements import Movements
+from hostring.engine.reductions import Reductions
+from hostring.engine.session import Session
 from hostring.topologies.rules import TUNED
 from hostring.tuning.links import measure
 from hostring.tuning.tables import Curve, Tuning
-
-if TYPE_CHECKING:
-    from hostring.comm import Comm
 
 SIZES: Final = tuple(64 << (2 * k) for k in range(10))  # 64 bytes to 16 MiB
 TRIED: Final = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "reduce")
@@ -47,7 +47,7 @@ class _Way:
 
 
 def tune(
-    comm: Comm,
+    session: Session,
     *,
     collectives: Sequence[str] = TUNED,
     sizes: Sequence[int] = SIZES,
@@ -65,30 +65,31 @@ def tune(
     Returns:
         On rank 0, everything; elsewhere the links alone.
     """
-    network = measure(comm, say)
+    network = measure(session, say)
     say("prices")
-    curves = predict(comm, network, collectives, sizes) if comm.rank == 0 else []
+    curves = predict(session, network, collectives, sizes) if session.rank == 0 else []
     source = f"hostring tune of {time.strftime('%Y-%m-%d %H:%M')}" if measured else "links measured at start"
     if measured:
-        plan = _shared(comm, _promising(curves, sizes))
+        text = json.dumps(_promising(curves, sizes)) if session.rank == 0 else ""
+        plan = json.loads(Movements(session).broadcast_bytes(text.encode(), 0))
         times = {}
         for n, (nbytes, ways) in enumerate(plan):
             say(f"{ways[0][0]} of {nbytes} bytes ({n + 1} of {len(plan)})")
-            times.update(_try(comm, [_Way(*way) for way in ways], nbytes, seconds, rounds))
+            times.update(_try(session, [_Way(*way) for way in ways], nbytes, seconds, rounds))
         for curve in curves:
             way = _Way(curve.collective, *curve.way, curve.segment_nbytes)
             curve.measured = {nbytes: s for (of, nbytes), s in times.items() if of == way}
     return Tuning(source, network, curves)
 
 
-def predict(comm: Comm, network: Network, collectives: Iterable[str], sizes: Sequence[int]) -> list[Curve]:
+def predict(session: Session, network: Network, collectives: Iterable[str], sizes: Sequence[int]) -> list[Curve]:
     """Price everything that the group's rules allow."""
-    tuner = comm._tuner
+    tuner = session.tuner
     curves = []
     for way in _ways(tuner.allowed, [c for c in collectives if c in TUNED]):
         curve = Curve(way.collective, way.topology, way.variant, way.segment_nbytes)
         for nbytes in (0,) if way.collective == "barrier" else sizes:
-            if way.fits(nbytes, comm.world_size):
+            if way.fits(nbytes, session.world_size):
                 curve.predicted[nbytes] = _price(way, network, tuner.order, nbytes)
         if curve.predicted:
             curves.append(curve)
@@ -128,17 +129,9 @@ def _promising(curves: Sequence[Curve], sizes: Sequence[int]) -> list[tuple[int,
     return plan
 
 
-def _shared(comm: Comm, plan: Any) -> Any:
-    """`plan` of rank 0, on every rank."""
-    text = json.dumps(plan).encode() if comm.rank == 0 else b""
-    nbytes = np.array([len(text)], np.int64)
-    comm.broadcast(nbytes)
-    record = np.frombuffer(text, np.uint8).copy() if comm.rank == 0 else np.zeros(int(nbytes[0]), np.uint8)
-    comm.broadcast(record)
-    return json.loads(record.tobytes())
-
-
-def _try(comm: Comm, ways: Sequence[_Way], nbytes: int, seconds: float, rounds: int) -> dict[tuple[_Way, int], float]:
+def _try(
+    session: Session, ways: Sequence[_Way], nbytes: int, seconds: float, rounds: int
+) -> dict[tuple[_Way, int], float]:
     """Seconds of each way: the median of the rounds' medians. Where ranks share cores, the best is mere luck.
 
     All ranks know the same seconds, so they leave out the same ways.
@@ -149,17 +142,17 @@ def _try(comm: Comm, ways: Sequence[_Way], nbytes: int, seconds: float, rounds: 
     found: dict[_Way, float] = {}
     for n in range(rounds):
         for way in ways:
-            _force(comm, way)
-            call = _call(comm, way.collective, x)
+            _force(session, way)
+            call = _call(session, way.collective, x)
             call(0)
             if way not in counts:
-                counts[way] = _agreed_count(comm, call, seconds)
-            samples[way].append(_median(comm, call, counts[way]))
+                counts[way] = _agreed_count(session, call, seconds)
+            samples[way].append(_median(session, call, counts[way]))
         found |= {way: statistics.median(samples[way]) for way in ways}
         if n > 0:  # one round may have been bad luck
             ways = _hopeful(ways, found)
-    comm._tuner.release()
-    comm._planner.drop()
+    session.tuner.release()
+    session.planner.drop()
     return {(way, nbytes): taken for way, taken in found.items()}
 
 
@@ -169,40 +162,40 @@ def _hopeful(ways: Sequence[_Way], found: Mapping[_Way, float]) -> list[_Way]:
     return [way for way in ways if found[way] <= _HOPELESS * best]
 
 
-def _force(comm: Comm, way: _Way) -> None:
-    comm._planner.drop()
-    comm._tuner.release()
-    segment = max(1, way.segment_nbytes // _ITEMSIZE) if way.segment_nbytes else comm._tuner.segment(_ITEMSIZE)
-    comm._tuner.force_way(way.collective, (way.topology, way.variant), segment)
+def _force(session: Session, way: _Way) -> None:
+    session.planner.drop()
+    session.tuner.release()
+    segment = max(1, way.segment_nbytes // _ITEMSIZE) if way.segment_nbytes else session.tuner.segment(_ITEMSIZE)
+    session.tuner.force_way(way.collective, (way.topology, way.variant), segment)
 
 
-def _agreed_count(comm: Comm, call: Callable[[int], Any], seconds: float) -> int:
+def _agreed_count(session: Session, call: Callable[[int], Any], seconds: float) -> int:
     began = perf_counter()
     call(0)
     count = np.array([min(500, max(2, seconds / max(perf_counter() - began, 1e-7)))], np.int64)
-    agreed = comm.decide(count, lambda all_of_them: all_of_them[0])
+    agreed = Movements(session).decide(count, lambda all_of_them: all_of_them[0], 0)
     return int(agreed[0])
 
 
-def _median(comm: Comm, call: Callable[[int], Any], count: int) -> float:
+def _median(session: Session, call: Callable[[int], Any], count: int) -> float:
     """Of seconds of a call, which has taken as long as on the rank where it took longest."""
     times = []
     for i in range(count):
         began = perf_counter()
         call(i)
         times.append(perf_counter() - began)
-    return float(np.median(comm.all_reduce(np.array(times), "max")))
+    return float(np.median(Reductions(session).all_reduce(np.array(times), "max", None)))
 
 
-def _call(comm: Comm, collective: str, x: Any) -> Callable[[int], Any]:
-    n = comm.world_size
+def _call(session: Session, collective: str, x: Any) -> Callable[[int], Any]:
+    n, reductions, movements = session.world_size, Reductions(session), Movements(session)
     if collective == "reduce_scatter":
         rows = x[: x.size // n * n].reshape(n, -1) if x.size >= n else np.zeros((n, 1), np.float32)
-        return lambda i: comm.reduce_scatter(rows)
+        return lambda i: reductions.reduce_scatter(rows, "sum", None, None, None)
     calls: dict[str, Callable[[int], Any]] = {
-        "all_reduce": lambda i: comm.all_reduce(x),
-        "broadcast": lambda i: comm.broadcast(x, i % n),
-        "reduce": lambda i: comm.reduce(x, i % n),
-        "all_gather": lambda i: comm.all_gather(x),
+        "all_reduce": lambda i: reductions.all_reduce(x, "sum", None),
+        "broadcast": lambda i: movements.broadcast(x, i % n),
+        "reduce": lambda i: reductions.reduce(x, i % n, "sum", None),
+        "all_gather": lambda i: movements.all_gather(x),
     }
     return calls[collective]

@@ -337,7 +337,7 @@ def test_blocks_are_taken_where_float32_is_folded_and_nowhere_else(run_ranks, mo
     """A header that announces them where data only moves, or where float64 is folded, is a mismatch."""
 
     def calls(comm):
-        x, planner = np.ones(64, np.float32 if moves else np.float64), comm._planner
+        x, planner = np.ones(64, np.float32 if moves else np.float64), comm.session.planner
         program = (
             planner.movement("broadcast", 64, x.dtype, 0) if moves else planner.all_reduce(64, x.dtype, "sum", None)
         )
@@ -416,6 +416,6 @@ def test_certified_on_links(combination):
 
 
 def test_certify_finds_a_group_that_does_not_round(monkeypatch):
-    monkeypatch.setattr("hostring.engine.session.Caller._travels_as", lambda self, dtype: dtype)
+    monkeypatch.setattr("hostring.engine.session.Session.travels_as", lambda self, dtype: dtype)
     with pytest.raises(NotCertified, match="other bits"):
         certify_on_links("mesh", "one_shot", "rank", 2, [100], 64, "memory", "mxint8")

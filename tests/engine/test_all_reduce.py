@@ -153,7 +153,7 @@ def test_a_row_alone_and_in_a_batch_have_the_same_bits(run_ranks, topology, orde
         whole = comm.all_reduce(batch[comm.rank].copy())
         alone = comm.all_reduce(batch[comm.rank][17].copy())
         few = comm.all_reduce(batch[comm.rank][17:20].copy())
-        chosen = {comm._tuner.all_reduce(n, 4).variant for n in (width, 3 * width, 64 * width)}
+        chosen = {comm.session.tuner.all_reduce(n, 4).variant for n in (width, 3 * width, 64 * width)}
         return bits(whole[17]), bits(alone), bits(few[0]), chosen
 
     expected = bits(fold_in_order(order, [b[17] for b in batch]))

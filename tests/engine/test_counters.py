@@ -231,7 +231,7 @@ def test_programs_that_are_dropped_leave_their_counts(run_ranks):
         for n in range(1, shapes + 1):
             comm.all_reduce(np.ones(n, np.float32))
         count = difference(comm.counters.snapshot(), before)
-        return count["payload_sent"], count["calls"], len(comm._planner.programs)
+        return count["payload_sent"], count["calls"], len(comm.session.planner.programs)
 
     for payload, calls, kept in run_ranks(2, body):
         assert payload == 4 * shapes * (shapes + 1) // 2

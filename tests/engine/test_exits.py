@@ -25,6 +25,7 @@ from hostring.group.config import from_environment
 from hostring.group.contract import contract, neighbours
 from hostring.group.group import connect
 from hostring.group.rendezvous import MemoryStore
+from hostring.tuning.agreement import open_session
 
 SOON = 10.0  # seconds, on a busy machine; the deadlines of these groups are far beyond
 
@@ -203,7 +204,7 @@ def test_a_deadline_holds_against_a_trickle() -> None:
 
     def body(rank: int) -> None:
         comm = faulty.join(rank, 2, "mesh", 20.0, store)
-        for pipe in comm._planner._pipes.values() if rank == 0 else ():
+        for pipe in comm.session.planner._pipes.values() if rank == 0 else ():
             link = Trickle(pipe.link, faulty.Fault("none"))
             pipe.send, pipe.recv, pipe.recv_all = link.send, link.recv_into, link.recv_into_all
         started = time.monotonic()
@@ -258,7 +259,7 @@ def test_in_a_ring_without_a_store_all_name_the_same_rank(how: str, tmp_path: Pa
         )
         config = from_environment(topology="ring", transport="tcp", timeout=20.0, environ={"RING_CONFIG": str(path)})
         group = connect(config, neighbours=neighbours("ring", "rank"), contract=contract("ring", "rank"))
-        comm = hostring.Comm(group, topology="ring", order="rank", timeout=20.0)
+        comm = hostring.Comm(open_session(group, "ring", "rank", "float32", 20.0))
         comm.all_reduce(numbers(rank))
         ready.wait(20)
         if rank == 1:

@@ -18,17 +18,6 @@ TOPOLOGIES = [
 ]
 
 
-def held(comm) -> int:
-    """Bytes of scratch memory that the group keeps, each block once; besides the staged copy of an array that needs one."""
-    planner = comm._planner
-    blocks = {id(b): len(b) for b in (planner._scratch, planner._sides.block)}
-    for program in planner.programs.values():
-        for stage in program.stages:
-            for incoming in stage.incoming:
-                blocks[id(incoming._frame)] = len(incoming._frame)
-    return sum(blocks.values())
-
-
 CALLS = {
     "all_reduce": lambda c, x: c.all_reduce(x),
     "reduce": lambda c, x: c.reduce(x, 1),
@@ -49,11 +38,10 @@ def test_at_most_twice_the_buffer(run_ranks, topology, order, world_size, dtype)
     n_elements = (MEGABYTE // wire + 5000) // world_size * world_size
 
     def body(comm):
-        before = held(comm)
+        before, staged = comm.memory_held, n_elements * wire if dtype != np.float32 else 0
         for name, call in CALLS.items():
             call(comm, np.ones(n_elements, dtype))
-            assert held(comm) - before <= 2 * n_elements * wire, name
-            assert comm._planner._room.nbytes <= n_elements * wire, name
+            assert comm.memory_held - before <= 2 * n_elements * wire + staged, name
         return True
 
     assert run_ranks(world_size, body, topology=topology, order=order) == [True] * world_size
@@ -70,18 +58,19 @@ def test_many_shapes_share_the_memory_of_the_largest(run_ranks, topology, kinds)
         for n in [*sizes, *sizes[::-1], *sizes]:
             comm.all_reduce(np.ones(n, dtype))
             comm.all_gather(np.ones(n // 8, dtype))
-        return held(comm)
+        return comm.memory_held
 
-    assert max(run_ranks(3, body, topology=topology)) <= 2 * 4 * sizes[-1]
+    most = max(run_ranks(3, body, topology=topology))
+    staged = 4 * sizes[-1] if kinds != ["float32"] * 3 else 0
+    assert most <= 2 * 4 * sizes[-1] + staged
 
 
 def test_one_huge_call_does_not_hold_its_staging_memory_for_ever(run_ranks):
     def body(comm):
         comm.all_reduce(np.ones(17 * MEGABYTE, np.float16), "max")
-        before = comm._planner._room.nbytes
+        before = comm.memory_held
         comm.all_reduce(np.ones(1000, np.float16), "max")
-        return before, comm._planner._room.nbytes
+        return before - comm.memory_held
 
-    for before, after in run_ranks(2, body):
-        assert before == 68 * MEGABYTE
-        assert after < MEGABYTE
+    for given_back in run_ranks(2, body):
+        assert 67 * MEGABYTE < given_back <= 68 * MEGABYTE, "what 17 M float16 are as float32"

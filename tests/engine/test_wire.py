@@ -176,6 +176,6 @@ def test_certified_on_links(combination):
 
 
 def test_certify_finds_a_group_that_does_not_round(monkeypatch):
-    monkeypatch.setattr("hostring.engine.session.Caller._travels_as", lambda self, dtype: dtype)
+    monkeypatch.setattr("hostring.engine.session.Session.travels_as", lambda self, dtype: dtype)
     with pytest.raises(NotCertified, match="other bits"):
         certify_on_links("mesh", "one_shot", "rank", 2, [100], 64, "memory", "bfloat16")

@@ -19,8 +19,8 @@ def contribution(rank: int) -> np.ndarray[Any, Any]:
 
 def vanish(comm: hostring.Comm) -> None:
     """End this rank's links as a killed process would: without a word."""
-    comm._group.abort()
-    comm._group.close()
+    comm.session.group.abort()
+    comm.session.group.close()
 
 
 @pytest.mark.parametrize("transport", ["tcp", "memory"])

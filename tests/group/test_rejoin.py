@@ -54,7 +54,7 @@ while os.environ.get("HOSTRING_REJOIN") != "1":
     except hostring.HostringError as exc:
         say(lost=exc.rank)
         old, comm = comm, comm.rebuild(min_ranks=3, timeout=40)
-        say(again=comm.rank, world_size=comm.world_size, right=right(comm), other_epoch=comm._group.epoch != old._group.epoch)
+        say(again=comm.rank, world_size=comm.world_size, right=right(comm), other_epoch=comm.session.group.epoch != old.session.group.epoch)
         break
 comm.barrier()
 comm.close()
@@ -141,8 +141,8 @@ def repeat(call: Callable[[], Any]) -> None:
 
 
 def vanish(comm: hostring.Comm) -> None:
-    comm._group.abort()
-    comm._group.close()
+    comm.session.group.abort()
+    comm.session.group.close()
 
 
 def test_a_rank_that_dies_while_the_group_is_rebuilt_spoils_one_attempt_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_the_dead_are_not_on_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_frames_of_an_older_epoch_are_refused(run_ranks: Any) -> None:
     def body(comm: hostring.Comm) -> Any:
         if comm.rank == 1:
-            comm._planner._epoch -= 1  # as if its frames had been under way since before
+            comm.session.planner._epoch -= 1  # as if its frames had been under way since before
         with pytest.raises(CollectiveMismatch) as refused:
             comm.all_reduce(np.ones(4))
         return str(refused.value)

@@ -42,7 +42,7 @@ def carriers(comm: hostring.Comm) -> dict[str, dict[int, str]]:
         return "shm" if isinstance(link, shm.ShmLink) else "unix" if link._sock.family == socket.AF_UNIX else "tcp"
 
     return {
-        kind: {peer: of(link) for peer, link in sorted(getattr(comm._group, kind).items())}
+        kind: {peer: of(link) for peer, link in sorted(getattr(comm.session.group, kind).items())}
         for kind in ("data", "control", "p2p")
     }
 
@@ -309,5 +309,7 @@ def test_ranks_that_sleep_are_woken() -> None:
 
 
 def asleep(comm: hostring.Comm) -> Any:
-    comm._engine.spins = 0
-    return comm._engine.spins, [float(comm.all_reduce(np.full(1, k + comm.rank, np.float32))[0]) for k in range(300)]
+    comm.session.engine.spins = 0
+    return comm.session.engine.spins, [
+        float(comm.all_reduce(np.full(1, k + comm.rank, np.float32))[0]) for k in range(300)
+    ]

@@ -115,7 +115,7 @@ def start(port: int) -> float:
             with hostring.init(rank, WORLD_SIZE, store=store, transport="tcp", timeout=30) as comm:
                 seconds = time.monotonic() - started
                 assert comm.all_reduce(np.array([10.0**rank]))[0] == 111.0
-                assert len(comm._group.links) == 3 * (WORLD_SIZE - 1)
+                assert len(comm.session.group.links) == 3 * (WORLD_SIZE - 1)
             return seconds
         finally:
             store.close()

@@ -374,7 +374,7 @@ def test_every_topology_goes_on(topology: str, dead: int) -> None:
     def tell(kind: str, value: Any) -> None:
         told.append((kind, value))
         if kind == "text" and not gone.is_set() and sum(k == "text" for k, _ in told) > 5:
-            comms[dead]._group.abort()
+            comms[dead].session.group.abort()
             gone.set()
 
     def body(who: int, rank: int, rejoins: bool) -> None:
@@ -417,7 +417,7 @@ def test_a_rank_that_does_not_come_back_in_time_ends_the_run() -> None:
 
     def tell(kind: str, value: Any) -> None:
         if kind == "text":
-            comms[1]._group.abort()
+            comms[1].session.group.abort()
         elif kind == "lost":
             lost.append(value)
 

@@ -112,6 +112,6 @@ def test_tuning_shows_a_matrix_and_saves_what_later_groups_use(tmp_path):
     (saved,) = (tmp_path / "cache" / "hostring").iterdir()
     assert json.loads(saved.read_text())["source"].startswith("hostring tune of ")
     script = tmp_path / "script.py"
-    script.write_text("import hostring\nwith hostring.init() as comm:\n    print(comm._tuner.source)\n")
+    script.write_text("import hostring\nwith hostring.init() as comm:\n    print(comm.session.tuner.source)\n")
     used = run("launch", "-n", "2", str(script), XDG_CACHE_HOME=cache)
     assert used.stdout.count("hostring tune of ") == 2, used.stdout + used.stderr

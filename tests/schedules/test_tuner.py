@@ -17,13 +17,14 @@ from ranks import side_by_side, successes
 
 import hostring
 from hostring.cost.network import one_host
-from hostring.engine.choice import WHOLE, Threshold, Tuner, default_table
+from hostring.engine.choice import WHOLE, Threshold, Tuner
 from hostring.errors import HandshakeError, HostringError
 from hostring.topologies import TOPOLOGIES
 from hostring.topologies.rules import TUNED, read_rules
 from hostring.tuning import tables as tuning
 from hostring.tuning import trial
 from hostring.tuning.agreement import share
+from hostring.tuning.defaults import default_table
 from hostring.tuning.tables import Curve, Tuning, load, save
 
 
@@ -93,7 +94,7 @@ def test_a_rule_for_links_that_are_not_there_is_refused():
 def test_the_environment_takes_rules_too(run_ranks, monkeypatch):
     monkeypatch.setenv("HOSTRING_TOPOLOGY", "all_reduce:mesh/two_shot;broadcast:star")
     for names in run_ranks(
-        3, lambda comm: [comm._tuner.choose(c, 64, 4).name for c in ("all_reduce", "broadcast", "all_gather")]
+        3, lambda comm: [comm.session.tuner.choose(c, 64, 4).name for c in ("all_reduce", "broadcast", "all_gather")]
     ):
         assert names == ["mesh/two_shot", "star", "mesh"]
 
@@ -128,12 +129,18 @@ def test_defaults_cover_every_size_with_what_is_allowed(order, world_size, one_h
             assert {(t.topology, t.variant) for t in thresholds} <= set(rules.allowed(collective, order, world_size))
 
 
+def by_default(world_size):
+    tuner = Tuner("auto", "rank", world_size)
+    tuner.adopt(default_table(tuner.rules, "rank", world_size, one_host=True), "the defaults")
+    return tuner
+
+
 def test_small_messages_take_one_round_and_large_ones_few_bytes():
     for world_size in (3, 4, 8):
-        tuner = Tuner("auto", "rank", world_size)
+        tuner = by_default(world_size)
         assert tuner.all_reduce(1, 4).name == "mesh/one_shot"
         assert tuner.all_reduce(1 << 24, 4).name == "mesh/two_shot"
-    two = Tuner("auto", "rank", 2)
+    two = by_default(2)
     assert {two.all_reduce(1 << k, 4).name for k in range(26)} == {"mesh/one_shot"}, (
         "two ranks send the same bytes either way"
     )
@@ -162,8 +169,8 @@ def test_a_group_with_all_links_runs_every_schedule_with_the_same_bits(run_ranks
     def body(comm):
         results = []
         for topology, variant in WAYS:
-            comm._planner.drop()
-            comm._tuner.adopt({"all_reduce": [Threshold(WHOLE, topology, variant, 4096)]}, "this test")
+            comm.session.planner.drop()
+            comm.session.tuner.adopt({"all_reduce": [Threshold(WHOLE, topology, variant, 4096)]}, "this test")
             before, due = comm.counters.payload_sent, comm.expected_payload("all_reduce", 10_001)
             results.append(bits(comm.all_reduce(rows[comm.rank].copy())))
             assert comm.counters.payload_sent - before == due
@@ -180,7 +187,9 @@ def test_every_collective_runs_by_every_topology_on_a_mesh(run_ranks, topology):
 
     def body(comm):
         r = comm.rank
-        comm._tuner.adopt({c: [Threshold(WHOLE, topology, "", 64)] for c in TUNED if c != "all_reduce"}, "this test")
+        comm.session.tuner.adopt(
+            {c: [Threshold(WHOLE, topology, "", 64)] for c in TUNED if c != "all_reduce"}, "this test"
+        )
         assert bits(comm.broadcast(rows[r].copy(), root=2)) == bits(rows[2])
         assert bits(comm.all_gather(rows[r])) == bits(np.stack(rows))
         assert bits(comm.reduce_scatter(rows[r].reshape(n, -1))) == bits(total.reshape(n, -1)[r])
@@ -245,8 +254,8 @@ def test_nothing_is_counted_before_the_first_call(run_ranks):
 def test_what_rank_0_has_saved_is_used_by_all(run_ranks):
     def body(comm):
         if comm.rank == 0:
-            save(tuning_of(3), tuning.tuning_path(comm))
-        return tuning.tuning_path(comm)
+            save(tuning_of(3), tuning.tuning_path(comm.session))
+        return tuning.tuning_path(comm.session)
 
     paths = run_ranks(3, body)
     assert len(set(paths)) == 1
@@ -254,12 +263,16 @@ def test_what_rank_0_has_saved_is_used_by_all(run_ranks):
     rows = rank_distinct(3, 5000)
 
     def again(comm):
-        return comm._tuner.source, comm._tuner.all_reduce(10, 4).name, bits(comm.all_reduce(rows[comm.rank].copy()))
+        return (
+            comm.session.tuner.source,
+            comm.session.tuner.all_reduce(10, 4).name,
+            bits(comm.all_reduce(rows[comm.rank].copy())),
+        )
 
     for source, name, result in run_ranks(3, again):
         assert (source, name) == ("a test's tuning", "ring/chain")
         assert result == bits(fold_in_order("rank", rows))
-    assert run_ranks(2, lambda comm: comm._tuner.source) == ["the defaults for one host"] * 2, (
+    assert run_ranks(2, lambda comm: comm.session.tuner.source) == ["the defaults for one host"] * 2, (
         "another world size is another group"
     )
 
@@ -267,7 +280,7 @@ def test_what_rank_0_has_saved_is_used_by_all(run_ranks):
 def test_a_saved_schedule_that_the_rules_forbid_is_not_used(run_ranks, monkeypatch, tmp_path):
     save(tuning_of(3), tmp_path / "t.json")
     monkeypatch.setenv("HOSTRING_TUNING", str(tmp_path / "t.json"))
-    assert run_ranks(3, lambda comm: comm._tuner.all_reduce(10, 4).name, topology="star") == ["star/stream"] * 3
+    assert run_ranks(3, lambda comm: comm.session.tuner.all_reduce(10, 4).name, topology="star") == ["star/stream"] * 3
 
 
 SCRIPT = """
@@ -276,8 +289,8 @@ SCRIPT = """
         os.environ["HOSTRING_TUNING"] = "off"
     import hostring
     with hostring.init() as comm:
-        table = {c: [(t.upto, t.topology, t.variant, t.segment_nbytes) for t in ts] for c, ts in comm._tuner.table.items()}
-        sys.stdout.write(f"{comm._tuner.source} {hash(repr(table))} {comm._tuner.all_reduce(1000, 4).name}\\n")
+        table = {c: [(t.upto, t.topology, t.variant, t.segment_nbytes) for t in ts] for c, ts in comm.session.tuner.table.items()}
+        sys.stdout.write(f"{comm.session.tuner.source} {hash(repr(table))} {comm.session.tuner.all_reduce(1000, 4).name}\\n")
 """
 
 
@@ -321,7 +334,7 @@ def test_each_choice_is_explained_once(run_ranks, monkeypatch, tmp_path, capfd):
     def body(comm):
         for n in (100, 100, 5000):
             comm.all_reduce(np.ones(n, np.float32))
-        comm._planner.drop()
+        comm.session.planner.drop()
         comm.all_reduce(np.ones(100, np.float32))
         comm.broadcast(np.ones(3, np.float32))
 
@@ -368,9 +381,11 @@ def test_tuning_measures_links_and_tries_what_is_allowed(run_ranks, topology):
     rows = rank_distinct(4, 3000)
 
     def body(comm):
-        found = trial.tune(comm, collectives=("all_reduce", "broadcast"), sizes=(64, 4096), seconds=1e-4, rounds=1)
-        share(comm, found)
-        return found, comm._tuner.table, comm._tuner.source, bits(comm.all_reduce(rows[comm.rank].copy()))
+        found = trial.tune(
+            comm.session, collectives=("all_reduce", "broadcast"), sizes=(64, 4096), seconds=1e-4, rounds=1
+        )
+        share(comm.session, found)
+        return found, comm.session.tuner.table, comm.session.tuner.source, bits(comm.all_reduce(rows[comm.rank].copy()))
 
     results = run_ranks(4, body, topology=topology)
     found = results[0][0]
@@ -392,7 +407,7 @@ def test_tuning_measures_links_and_tries_what_is_allowed(run_ranks, topology):
 def test_a_group_can_be_measured_at_its_start(run_ranks, monkeypatch):
     monkeypatch.setenv("HOSTRING_TUNING", "measure")
     monkeypatch.setattr(trial, "SIZES", (64, 4096))
-    for source, calls in run_ranks(2, lambda comm: (comm._tuner.source, dict(comm.counters.calls))):
+    for source, calls in run_ranks(2, lambda comm: (comm.session.tuner.source, dict(comm.counters.calls))):
         assert source == "links measured at start"
         assert calls == {}
 

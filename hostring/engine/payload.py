@@ -1,0 +1,59 @@
+"""What a call sends, from its schedule alone: the numbers that certify and the benchmarks compare the counters with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hostring.arrays.dtypes import BFLOAT16, BY_NAME, FLOAT16, DType, nbytes_of, wire_dtype
+from hostring.engine.reductions import splits_blocks
+from hostring.engine.session import Session
+from hostring.topologies.schedule import Schedule, split_evenly
+
+
+def expected_payload(session: Session, collective: str, n_elements: int, dtype: Any, root: int) -> int:
+    """See `Comm.expected_payload`."""
+    n = session.world_size
+    if n == 1:
+        return 0
+    own = BY_NAME[dtype] if isinstance(dtype, str) else np.dtype(dtype)
+    wire = wire_dtype(own)
+    if collective == "all_reduce":
+        result = own if own in (FLOAT16, BFLOAT16) and not session.rounds else wire
+        schedule = session.planner.all_reduce_schedule(n_elements, wire)
+        return _payload(schedule, session.travels_as(own), wire, result)
+    parts = tuple(stop - start for start, stop in split_evenly(n_elements, n))
+    moved = own
+    if collective in ("reduce", "reduce_scatter"):
+        moved, own = wire, session.travels_as(own)
+        if collective == "reduce_scatter" and splits_blocks(own, parts):
+            own = wire
+    steps = _steps(collective, n_elements, parts, root)
+    schedules = (session.planner.schedule(name, n_elements, detail, moved) for name, detail in steps)
+    return sum(_payload(schedule, own, moved, moved) for schedule in schedules)
+
+
+def _steps(collective: str, n_elements: int, parts: Sequence[int], root: int) -> list[tuple[str, Any]]:
+    """The movements or reductions that `collective` consists of, each with the planner's `detail`."""
+    shares = (n_elements,) * len(parts)
+    steps: dict[str, list[tuple[str, Any]]] = {
+        "reduce": [("reduce", root)],
+        "reduce_scatter": [("reduce_scatter", parts)],
+        "broadcast": [("broadcast", root)],
+        "all_gather": [("all_gather", shares)],
+        "gather": [("gather", (root, shares))],
+        "scatter": [("scatter", (root, shares))],
+        "all_to_all": [("all_to_all", (parts,) * len(parts))],
+        "barrier": [("barrier", 0)],
+        "decide": [("gather", (root, shares)), ("broadcast", root)],
+    }
+    if collective not in steps:
+        raise ValueError(f"collective={collective!r} is unknown; use all_reduce, {', '.join(steps)}")
+    return steps[collective]
+
+
+def _payload(schedule: Schedule, raw: DType, wire: DType, result: DType) -> int:
+    sends = (send for round_ in schedule.rounds for send in round_.sends)
+    return sum(nbytes_of(len(s.what), raw if s.raw else result if s.result else wire) for s in sends)

@@ -1,0 +1,223 @@
+"""The reductions of a session: all_reduce, reduce, reduce_scatter. Whoever calls these holds the session's turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, Final
+
+import numpy as np
+
+from hostring.arrays import mxint8
+from hostring.arrays.adapter import Adapter
+from hostring.arrays.casting import cast, copy
+from hostring.arrays.dtypes import (
+    BFLOAT16,
+    BLOCK,
+    FLOAT32,
+    MXINT8,
+    Array,
+    DType,
+    carrier,
+    nbytes_of,
+    wire_dtype,
+)
+from hostring.arrays.fold import divide
+from hostring.arrays.staging import ADAPTERS, adapter_for
+from hostring.engine.arguments import check_out, check_rank, check_reduction, rows_of
+from hostring.engine.counters import STAGE
+from hostring.engine.memory import NOTHING
+from hostring.engine.program import Direct, Program
+from hostring.engine.sending import Buffers
+from hostring.engine.session import Session
+from hostring.topologies.schedule import offsets
+
+MAX_NUMPY_ROUNDED: Final = 1 << 12  # elements; numpy rounds so many before another library has begun
+_BYTE: Final = NOTHING.dtype
+
+
+class Reductions:
+    """Reductions of one group. What repeats an earlier call goes straight to its program; the rest is checked first."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._programs, self._engine, self._control = session.planner.programs, session.engine, session.control
+
+    # ------------------------------------------------------------------ all_reduce
+
+    def all_reduce(self, x: Any, op: str, timeout: float | None, detail: int | None = None) -> Any:
+        """See `Comm.all_reduce`. `detail`: what else all ranks must agree on, see `Call`."""
+        started = perf_counter()
+        adapter = ADAPTERS.get(type(x)) or adapter_for(x)
+        view = adapter.view(x)
+        if view is not None and not (self._session.rounds and view.dtype == FLOAT32):
+            program = self._programs.get((view.size, view.dtype, op, detail))
+            if program is not None and (direct := program.direct) is not None:
+                data = view if program.carried is None else view.view(program.carried)
+                self._run_direct(direct, data, None, timeout, started)
+                if op == "avg":
+                    divide(view, self._session.world_size)
+                return x
+        dtype = check_reduction(x, op)
+        if self._session.world_size == 1:
+            self._session.run_alone("all_reduce")
+            return x
+        whole = None if view is None else self._unstaged(view, dtype, op, detail)
+        if whole is not None and view is not None:
+            self._session.run(whole, Buffers(view.view(carrier(dtype)), NOTHING), timeout, started)
+            return self._finish_in_place(view, x, op)
+        return self._staged_all_reduce(adapter, x, view, dtype, op, detail, timeout, started)
+
+    def _unstaged(self, view: Array, dtype: DType, op: str, detail: int | None) -> Program | None:
+        """The program that works in the caller's memory, or None where contributions must be staged."""
+        if self._session.travels_as(dtype) != dtype:
+            return None
+        planner = self._session.planner
+        if wire_dtype(dtype) is dtype:
+            return planner.all_reduce(view.size, dtype, op, None, detail)
+        return planner.narrow(view.size, dtype, op, detail)
+
+    def _staged_all_reduce(
+        self, adapter: Adapter, x: Any, view: Array | None, dtype: DType, op: str, detail: int | None,
+        timeout: float | None, started: float,
+    ) -> Any:  # fmt: skip
+        wire, own = wire_dtype(dtype), self._session.travels_as(dtype)
+        data, raw = self._stage(adapter, x, view, wire, own, in_place=True)
+        program = self._session.planner.all_reduce(data.size, wire, op, None if raw is None else own, detail)
+        if (direct := program.direct) is not None:
+            staged = perf_counter()
+            self._session.counters.phases[STAGE] += staged - started
+            self._run_direct(direct, data, raw, timeout, staged)
+        else:
+            self._session.run(program, Buffers(data, NOTHING, raw), timeout, started)
+        return self._finish_in_place(data, x, op) if data is view else self._unstage(adapter, data, x, op)
+
+    def _run_direct(
+        self, direct: Direct, data: Array, raw: Array | None, timeout: float | None, started: float
+    ) -> None:
+        """`Session.run` for the short form. The guard stands here as well because a call costs a hundredth of a small all-reduce."""
+        session = self._session
+        if session.closed is not None or self._control.cause is not None:
+            session.check_alive()
+        seq = session.seq
+        try:
+            self._engine.run_direct(direct, data, raw, seq, session.timeout if timeout is None else timeout, started)
+        except BaseException as exc:
+            raise session.fail(exc, direct.program, started) from exc
+        session.seq = seq + 1
+        session.counters.calls["all_reduce"] += 1
+
+    # ------------------------------------------------------------------ the others
+
+    def reduce(self, x: Any, root: int, op: str, timeout: float | None) -> Any:
+        """See `Comm.reduce`."""
+        started = perf_counter()
+        session = self._session
+        adapter = ADAPTERS.get(type(x)) or adapter_for(x)
+        view = adapter.view(x)
+        if view is not None and type(root) is int and not (session.rounds and view.dtype == FLOAT32):
+            program = self._programs.get(("reduce", view.size, view.dtype, op, None, root))
+            if program is not None:
+                session.run(program, Buffers(view, NOTHING), timeout, started)
+                return x if session.rank != root else self._finish_in_place(view, x, op)
+        root = check_rank(root, "root", session.world_size)
+        dtype = check_reduction(x, op)
+        if session.world_size == 1:
+            session.run_alone("reduce")
+            return x
+        own = session.travels_as(dtype)
+        data, raw = self._stage(adapter, x, view, wire_dtype(dtype), own)
+        program = session.planner.reduction("reduce", data.size, data.dtype, op, None if raw is None else own, root)
+        session.run(program, Buffers(data, NOTHING, raw), timeout, started)
+        if session.rank != root:
+            return x
+        return self._finish_in_place(data, x, op) if data is view else self._unstage(adapter, data, x, op)
+
+    def reduce_scatter(self, x: Any, op: str, counts: Sequence[int] | None, out: Any, timeout: float | None) -> Any:
+        """See `Comm.reduce_scatter`."""
+        started = perf_counter()
+        session, rank = self._session, self._session.rank
+        adapter = adapter_for(x)
+        dtype = check_reduction(x, op)
+        rows = rows_of(x, counts, session.world_size)
+        width = math.prod(x.shape[1:])
+        parts = tuple(r * width for r in rows)
+        check_out("reduce_scatter", out, parts[rank], dtype)
+        wire, own = wire_dtype(dtype), session.travels_as(dtype)
+        data, raw = self._stage(adapter, x, adapter.view(x), wire, own if session.world_size > 1 else dtype)
+        if splits_blocks(own, parts):
+            raw = None
+        result = np.empty(parts[rank], wire)
+        if session.world_size == 1:
+            result[...] = data
+            session.run_alone("reduce_scatter")
+        else:
+            travels = None if raw is None else own
+            program = session.planner.reduction("reduce_scatter", data.size, wire, op, travels, parts)
+            session.run(program, Buffers(data, result, raw), timeout, started)
+        if op == "avg":
+            divide(result, session.world_size)
+        if out is None:
+            return adapter.unstage(result, x, (rows[rank], *x.shape[1:]))
+        return adapter_for(out).unstage(result, out)
+
+    # ------------------------------------------------------------------ to host memory and back
+
+    def _stage(
+        self, adapter: Adapter, x: Any, view: Array | None, wire: DType, own: DType, in_place: bool = False
+    ) -> tuple[Array, Array | None]:
+        """What `x` contributes, as a flat array of the dtype `wire`, and in its own bits when they may travel raw.
+
+        Args:
+            own: the dtype that it travels in.
+            in_place: `x` will hold the result, and may be rounded where it is.
+        """
+        if view is not None and own == wire:
+            return view, None
+        self._session.check_alive()  # a call that can't begin must not round its array
+        if view is not None and view.dtype == wire and in_place:
+            return view, self._round(view, 0)
+        data = self._session.memory.staging(math.prod(x.shape) if view is None else view.size, wire)
+        if view is None:
+            adapter.reuse(x, data)
+        if view is not None and view.dtype == BFLOAT16:
+            np.copyto(data, view)  # faster than any library's own
+        else:
+            adapter.stage(x, data)
+        if own != wire and adapter.dtype(x) == wire:
+            return data, self._round(data, data.nbytes)
+        return data, view.view(carrier(view.dtype)) if view is not None and view.dtype != wire else None
+
+    def _round(self, data: Array, after: int) -> Array:
+        """Round `data` to what it travels as, in place, and return it so, in reused memory behind the first `after` bytes."""
+        memory = self._session.memory
+        if self._session.travels_as(FLOAT32) == MXINT8:
+            payload = memory.staging(nbytes_of(data.size, MXINT8), _BYTE, after)
+            mxint8.round_to_blocks(data, payload)
+            return payload
+        raw = memory.staging(data.size, BFLOAT16, after)
+        if data.size <= MAX_NUMPY_ROUNDED:
+            copy(raw, data)
+        else:
+            cast(raw, data)
+        np.copyto(data, raw)
+        return raw.view(carrier(BFLOAT16))
+
+    def _finish_in_place(self, data: Array, x: Any, op: str) -> Any:
+        if op == "avg":
+            divide(data, self._session.world_size)
+        return x
+
+    def _unstage(self, adapter: Adapter, data: Array, x: Any, op: str) -> Any:
+        before = perf_counter()
+        if op == "avg":
+            divide(data, self._session.world_size)
+        result = adapter.unstage(data, x)
+        self._session.counters.phases[STAGE] += perf_counter() - before
+        return result
+
+
+def splits_blocks(own: DType, counts: Sequence[int]) -> bool:
+    """Whether chunks of `counts` elements begin inside of the blocks that `own` consists of: such contributions travel as float32."""
+    return own == MXINT8 and any(start % BLOCK for start, stop in offsets(counts) if start < stop)

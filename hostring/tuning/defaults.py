@@ -1,0 +1,56 @@
+"""The table of thresholds that a group uses as long as nothing was measured."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+from hostring.cost import formulas
+from hostring.cost.network import ethernet
+from hostring.engine.choice import SEGMENT_NBYTES, WHOLE, Table, Threshold
+from hostring.topologies.rules import TUNED, Rules
+
+ONE_HOST_SEGMENT_NBYTES: Final = 1 << 20  # on one machine a switch between processes costs more than a cache miss
+ONE_HOST_NBYTES: Final = {3: 1 << 17, 4: 1 << 17}  # up to which one round beats two on one machine, by world size
+ONE_HOST_MANY_NBYTES: Final = 1 << 15  # the same for more ranks
+_SMALL: Final = {"mesh": "one_shot", "ring": "relay"}  # the variants with the fewest rounds
+_SIZES: Final = tuple(1 << k for k in range(6, 21))
+
+
+def default_table(rules: Rules, order: str, world_size: int, *, one_host: bool) -> Table:
+    """The links' own schedules, with fewer rounds for small messages.
+
+    Args:
+        one_host: all ranks are on one machine.
+    """
+    table: dict[str, list[Threshold]] = {}
+    for collective in TUNED:
+        ways = rules.allowed(collective, order, world_size)
+        topology = ways[0][0]
+        variants = [v for t, v in ways if t == topology]
+        small = _SMALL.get(topology) if collective == "all_reduce" else None
+        large = next((v for v in variants if v != small), variants[0])
+        segment = ONE_HOST_SEGMENT_NBYTES if one_host and large == "two_shot" else 0
+        table[collective] = [Threshold(WHOLE, topology, large, segment)]
+        if small in variants and small != large:
+            upto = _few_rounds_nbytes(small, large, world_size, one_host)
+            others = table[collective] if upto < WHOLE else []
+            table[collective] = [Threshold(upto, topology, small, segment), *others]
+    return table
+
+
+@lru_cache(maxsize=256)
+def _few_rounds_nbytes(small: str, large: str, world_size: int, one_host: bool) -> int:
+    """Up to which size the variant with fewer rounds is the quicker one."""
+    if (
+        world_size == 2
+    ):  # both send the same bytes, one shot in one round, and it needn't widen what it folds in 16 bits
+        return WHOLE
+    if one_host:
+        return ONE_HOST_NBYTES.get(world_size, ONE_HOST_MANY_NBYTES)
+    network = ethernet(max(2, world_size))
+
+    def cost(variant: str, nbytes: int) -> float:
+        return formulas.all_reduce(variant, network, nbytes, SEGMENT_NBYTES).seconds
+
+    return max((n for n in _SIZES if cost(small, n) <= cost(large, n)), default=0)
