@@ -31,7 +31,7 @@ class Options:
 def register() -> None:
     """Tell torch.distributed about the backend. Idempotent; does nothing where torch has no distributed package."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None or "HOSTRING" in c10d.Backend._plugins:
+    if c10d is None or "HOSTRING" in c10d.Backend._plugins:  # noqa: SLF001 - torch's only list of registered backends
         return
     defaults = dict(c10d.Backend.default_device_backend_map)
     c10d.Backend.register_backend("hostring", _create, extended_api=True, devices=list(DEVICES))

@@ -1,9 +1,10 @@
-"""A `torch.distributed.ProcessGroup` over `hostring.Comm`: names, options and tensor lists are translated, nothing else.
+"""A `torch.distributed.ProcessGroup` over `hostring.Comm`: it translates names, options and tensor lists, and nothing else.
 
+`ProcessGroup` is the face that torch sees. Its methods call parts, each in a file of its own, that hold the Comm.
 Importing this needs torch; `hostring.integrations.torch_backend` does it when the first group is made.
 """
 
-from hostring.integrations.torch_pg.create import create
-from hostring.integrations.torch_pg.group import ProcessGroup
+from hostring.integrations.torch_pg.new_group import create
+from hostring.integrations.torch_pg.process_group import ProcessGroup
 
 __all__ = ["ProcessGroup", "create"]

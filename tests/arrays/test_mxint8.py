@@ -25,7 +25,7 @@ from hostring.bench.measure import Effort, Session
 from hostring.engine.frames import EXPECTED_BYTES, payload_fields
 from hostring.errors import CollectiveMismatch
 from hostring.integrations.torch_backend import Options
-from hostring.integrations.torch_pg.create import connect
+from hostring.integrations.torch_pg.new_group import connect
 from hostring.topologies.proof import NotCertified, certify_all_reduce, combinations
 
 LENGTHS = (0, 1, 31, 32, 33, 100, 4097)

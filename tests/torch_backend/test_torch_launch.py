@@ -115,7 +115,7 @@ def test_importing_hostring_does_not_import_torch(tmp_path):
 
 def test_a_map_that_gives_another_device_to_another_backend(tmp_path):
     """Up to torch 2.13 it is refused; from 2.14 on both work."""
-    from hostring.integrations.torch_pg.versions import HAS_PYTHON_BACKENDS
+    from hostring.integrations.torch_pg.torch_versions import HAS_PYTHON_BACKENDS
 
     path = script(tmp_path, ONE_STEP.replace('"hostring"', '"cpu:hostring,cuda:gloo"'))
     done = run(torchrun("--standalone", "--nproc-per-node", "2", path), tmp_path)

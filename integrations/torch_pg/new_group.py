@@ -1,4 +1,4 @@
-"""How torch gets a process group: c10d calls `create` with a store of the group's own."""
+"""How torch gets a process group: c10d calls `create` with a store for the new group."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from datetime import timedelta
 from typing import Any
 
 import hostring
-from hostring.integrations.torch_pg import versions
-from hostring.integrations.torch_pg.group import ProcessGroup
-from hostring.integrations.torch_pg.work import CommWork
+from hostring.integrations.torch_pg import torch_versions
+from hostring.integrations.torch_pg.async_work import CommWork
+from hostring.integrations.torch_pg.process_group import ProcessGroup
 
-versions.hide_from_compiler(
-    *(kind for kind in ProcessGroup.__mro__ if kind.__module__.startswith(__package__)), CommWork
-)
+torch_versions.hide_from_compiler(ProcessGroup, CommWork)
 
 
 def create(where: Any, options: Any) -> Any:
@@ -22,11 +20,10 @@ def create(where: Any, options: Any) -> Any:
         where: c10d's description of the group: store, rank, size, timeout.
         options: `hostring.integrations.torch_backend.Options`, or None.
     """
-    versions.check_map()
-    versions.reach_from_cpp()
-    return versions.present(
-        connect(where.store, where.group_rank, where.group_size, where.timeout, options), where.timeout
-    )
+    torch_versions.check_map()
+    torch_versions.reach_from_cpp()
+    group = connect(where.store, where.group_rank, where.group_size, where.timeout, options)
+    return torch_versions.present(group, where.timeout)
 
 
 def connect(store: Any, rank: int, world_size: int, timeout: timedelta, options: Any = None) -> ProcessGroup:

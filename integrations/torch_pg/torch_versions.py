@@ -4,6 +4,8 @@ Up to 2.13 a Python group has to be the whole process group, and C++ can't reach
 also be the backend behind a device of torch's own process group; ours then registers one that forwards to it.
 """
 
+# ruff: noqa: SLF001 - torch has no public names for any of this
+
 from __future__ import annotations
 
 import sys
@@ -63,15 +65,15 @@ def present(group: Any, timeout: timedelta) -> Any:
     others = _other_backends()
     if not HAS_PYTHON_BACKENDS:
         return group
-    from hostring.integrations.torch_pg.forwarding import Behind
+    from hostring.integrations.torch_pg.device_backend import DeviceBackend
 
     if others:
-        return Behind(group, timeout, owner=True)
-    group.behind = Behind(group, timeout, owner=False)
+        return DeviceBackend(group, timeout, owner=True)
+    group.device_backend = DeviceBackend(group, timeout, owner=False)
     custom = c10d.ProcessGroup.BackendType.CUSTOM
     group._set_default_backend(custom)
     for device in group._device_types:
-        group._register_backend(device, custom, group.behind)
+        group._register_backend(device, custom, group.device_backend)
     return group
 
 

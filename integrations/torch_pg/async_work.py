@@ -1,8 +1,7 @@
-"""What asynchronous calls return to torch, and the threads on which its futures are completed."""
+"""What asynchronous calls return to torch: works, and their futures."""
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +11,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 import hostring
+from hostring.integrations.torch_pg.future_callbacks import run_callback
 
 UNSET = timedelta(0)  # how torch says "no timeout" to a wait
 
@@ -95,7 +95,7 @@ class CommWork(_Work):  # type: ignore[misc]
         if self.work is None or self.work.is_completed():
             base.set_result(None)
         else:
-            self.work.add_done_callback(lambda _: _callbacks.run(lambda: base.set_result(None)))
+            self.work.add_done_callback(lambda _: run_callback(lambda: base.set_result(None)))
         return future
 
 
@@ -142,33 +142,3 @@ def _devices(outputs: Any) -> Any:
     """The devices whose streams a future must keep in order when its callbacks queue kernels."""
     flat = [t for x in outputs or [] for t in (x if isinstance(x, (list, tuple)) else [x])]
     return sorted({t.device for t in flat if t.device.type in ("cuda", "xpu")}, key=str) or None
-
-
-class _Callbacks:
-    """Runs users' callbacks off the threads that communicate: a callback may call a collective, and wait for it.
-
-    Callbacks start in the order in which the operations ended. Each idle thread takes the next; when none is idle, another
-    starts, so a callback that waits for a second one gets it.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle = 0
-
-    def run(self, job: Callable[[], None]) -> None:
-        with self._lock:
-            if self._idle:
-                self._idle -= 1
-            else:
-                threading.Thread(target=self._loop, name="hostring-callbacks", daemon=True).start()
-        self._jobs.put(job)
-
-    def _loop(self) -> None:
-        while True:
-            self._jobs.get()()
-            with self._lock:
-                self._idle += 1
-
-
-_callbacks = _Callbacks()

@@ -1,4 +1,4 @@
-"""From torch 2.14 on: the backend that C++ finds behind a device, which hands everything to a process group of ours."""
+"""From torch 2.14 on: the backend that C++ finds for a device. It hands every call to a process group of ours."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
-from hostring.integrations.torch_pg.core import Core
-from hostring.integrations.torch_pg.work import handle
+from hostring.integrations.torch_pg.async_work import handle
+from hostring.integrations.torch_pg.process_group import ProcessGroup
 
 _Backend: Any = c10d.Backend
 
@@ -28,17 +28,17 @@ _OTHERS = (
 )  # fmt: skip
 
 
-class Behind(_Backend):  # type: ignore[misc]
+class DeviceBackend(_Backend):  # type: ignore[misc]
     """Forwards to `group`.
 
     Args:
-        group: what does the work.
-        owner: whether this keeps `group` alive, or is kept alive by it.
+        group: carries the calls out.
+        owner: whether this keeps `group` alive; otherwise `group` keeps this alive.
     """
 
-    def __init__(self, group: Core, timeout: timedelta, *, owner: bool) -> None:
+    def __init__(self, group: ProcessGroup, timeout: timedelta, *, owner: bool) -> None:
         super().__init__(group.getRank(), group.getSize())
-        self.group: Callable[[], Core | None] = (lambda: group) if owner else weakref.ref(group)
+        self.group: Callable[[], ProcessGroup | None] = (lambda: group) if owner else weakref.ref(group)
         self._options = c10d.Backend.Options("hostring", timeout)
 
     def getBackendName(self) -> str:
@@ -66,7 +66,7 @@ class Behind(_Backend):  # type: ignore[misc]
 
 
 def _forward(name: str, gives_work: bool) -> Callable[..., Any]:
-    def method(self: Behind, *args: Any, **kwargs: Any) -> Any:
+    def method(self: DeviceBackend, *args: Any, **kwargs: Any) -> Any:
         result = getattr(self._forwarded(), name)(*args, **kwargs)
         return (
             handle(args[0] if args else []) if result is None and gives_work else result
@@ -77,6 +77,6 @@ def _forward(name: str, gives_work: bool) -> Callable[..., Any]:
 
 
 for _name in _COLLECTIVES:
-    setattr(Behind, _name, _forward(_name, True))
+    setattr(DeviceBackend, _name, _forward(_name, True))
 for _name in _OTHERS:
-    setattr(Behind, _name, _forward(_name, False))
+    setattr(DeviceBackend, _name, _forward(_name, False))

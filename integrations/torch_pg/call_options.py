@@ -1,4 +1,4 @@
-"""What torch's option objects say, in hostring's words."""
+"""torch's option objects, read in hostring's words."""
 
 from __future__ import annotations
 
@@ -50,13 +50,3 @@ def given(kind: Any, opts: Any, **by_hand: Any) -> Any:
                 c10d.ReduceOp(value) if name == "reduceOp" and not isinstance(value, c10d.ReduceOp) else value,
             )
     return made
-
-
-def listed(x: Any) -> Any:
-    """The second form of a method takes one tensor where the first takes a list."""
-    return x if isinstance(x, (list, tuple)) else [x]
-
-
-def listed_twice(x: Any) -> Any:
-    """The same for a list of tensors where the first form takes a list of lists."""
-    return x if not x or isinstance(x[0], (list, tuple)) else [x]
