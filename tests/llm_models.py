@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,19 @@ GGUF_NAMES = {
 }
 
 
-def write_gguf(model: Any, path: Path, kind: gguf.GGMLQuantizationType, tokenizer: Tokenizer | None = None) -> Path:
+def write_gguf(
+    model: Any,
+    path: Path,
+    kind: gguf.GGMLQuantizationType,
+    tokenizer: Tokenizer | None = None,
+    *,
+    change: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    without: Collection[str] = (),
+) -> Path:
     """Write `model` as GGUF, matrices as `kind` where their rows are whole blocks of it, otherwise f32.
 
-    The llama architecture gets its q and k rows interleaved, as llama.cpp's converter does.
+    The llama architecture gets its q and k rows interleaved, as llama.cpp's converter does. `change` may add to the file,
+    and replace keys; tensors named in `without` are left out.
     """
     config = model.config
     arch = config.model_type
@@ -129,9 +138,12 @@ def write_gguf(model: Any, path: Path, kind: gguf.GGMLQuantizationType, tokenize
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         if arch == "llama" and heads:
             values = values.reshape(heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(tensor.shape)
+        if _gguf_name(name) in without:
+            continue
         used = kind if values.ndim == 2 and values.shape[1] % block == 0 else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(np.ascontiguousarray(values), used)
         writer.add_tensor(_gguf_name(name), data, raw_dtype=used)
+    change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -39,10 +39,10 @@ def missing(source: object, name: str, shape: tuple[int, ...]) -> ValueError:
     return ValueError(f"{source} has no tensor {name} of shape {shape}; the config says that the model has one{why}")
 
 
-def check_shape(source: object, part: TensorSlice, shape: tuple[int, ...]) -> None:
+def check_shape(source: object, name: str, implied: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """Raise a ValueError unless the tensor has the shape that the config implies."""
-    if tuple(shape) != part.shape:
-        raise ValueError(f"{source}: {part.name} has shape {tuple(shape)}, the config implies {part.shape}")
+    if shape != implied:
+        raise ValueError(f"{source}: {name} has shape {shape}, the config implies {implied}")
 
 
 def wanted_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -54,24 +54,25 @@ def wanted_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def check_tensors(
     source: object,
     config: ModelConfig,
-    names: Collection[str],
+    shapes: Mapping[str, tuple[int, ...]],
     *,
     harmless: Callable[[str], bool],
     named: Callable[[str], str] = str,
 ) -> None:
-    """Raise a ValueError unless the decoder reads every tensor of the file, and the file has every tensor it reads.
+    """Raise a ValueError unless the decoder reads every tensor of the file, and the file has all that it reads.
 
     Args:
-        names: of the tensors in the file.
+        shapes: of the tensors in the file, by name.
         harmless: whether a tensor that is not read changes nothing.
         named: from the HF name to that of the file.
     """
     wanted = {named(name): shape for name, shape in wanted_tensors(config).items()}
-    unread = sorted(name for name in names if name not in wanted and not harmless(name))
+    unread = sorted(name for name in shapes if name not in wanted and not harmless(name))
     for name, shape in wanted.items():
-        if name not in names:
+        if name not in shapes:
             error = missing(source, name, shape)
             raise ValueError(f"{error}. It has {_listed(unread)} instead") if unread else error
+        check_shape(source, name, shape, shapes[name])
     if unread:
         raise ValueError(
             f"{source} has {_listed(unread)}, which a {config.model_type} decoder as its config describes it does not "

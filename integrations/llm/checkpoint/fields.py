@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 _REQUIRED: Any = object()
+
+
+@contextmanager
+def naming(source: object) -> Iterator[None]:
+    """Put the file's name before a ValueError that doesn't hold it."""
+    try:
+        yield
+    except ValueError as exc:
+        if str(source) in str(exc):
+            raise
+        raise ValueError(f"{source}: {exc}") from exc
 
 
 class Fields:
@@ -20,12 +32,12 @@ class Fields:
 
     def __init__(self, source: object, values: Mapping[str, Any], prefix: str = "") -> None:
         self.source = source
-        self._values, self._prefix = values, prefix
+        self._values, self.prefix = values, prefix
         self._asked: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value as it stands."""
-        name = self._prefix + name
+        name = self.prefix + name
         self._asked.add(name)
         value = self._values.get(name)
         return default if value is None else value
@@ -59,8 +71,8 @@ class Fields:
         """One of the accepted words. `what` is the field in words, for the error; its name when not given."""
         value = self._need(name, default, " or ".join(accepted))
         if not isinstance(value, str) or value not in accepted:
-            who = f"{what or self._prefix + name} {value!r} is not supported"
-            raise ValueError(f"{self.source}: {who}; this decoder covers {', '.join(accepted)} ({self._prefix}{name})")
+            who = f"{what or self.prefix + name} {value!r} is not supported"
+            raise ValueError(f"{self.source}: {who}; this decoder covers {', '.join(accepted)} ({self.prefix}{name})")
         return value
 
     def only(self, name: str, *accepted: Any) -> None:
@@ -76,7 +88,7 @@ class Fields:
 
     def ignore(self, names: Collection[str]) -> None:
         """These fields change nothing, whatever they say."""
-        self._asked.update(self._prefix + name for name in names)
+        self._asked.update(self.prefix + name for name in names)
 
     def refuse_unknown(self, *, what: str) -> None:
         """Raise a ValueError that names the fields below the prefix that were not asked for and are not null.
@@ -85,7 +97,7 @@ class Fields:
             what: the file's kind of fields, in words.
         """
         for name, value in self._values.items():
-            if name.startswith(self._prefix) and name not in self._asked and value is not None:
+            if name.startswith(self.prefix) and name not in self._asked and value is not None:
                 raise ValueError(
                     f"{self.source}: {name} is {_short(value)}, which this decoder does not know; {what} that may change "
                     "the result are refused. Remove the field if it changes nothing"
@@ -93,14 +105,14 @@ class Fields:
 
     def wrong(self, name: str, accepted: str) -> ValueError:
         """The error for a field with an odd value."""
-        value = self._values.get(self._prefix + name)
-        return ValueError(f"{self.source}: {self._prefix}{name} is {_short(value)}; expected {accepted}")
+        value = self._values.get(self.prefix + name)
+        return ValueError(f"{self.source}: {self.prefix}{name} is {_short(value)}; expected {accepted}")
 
     def _need(self, name: str, default: Any, accepted: str) -> Any:
         value = self.get(name, default)
         if value is _REQUIRED:
-            state = "is null" if self._prefix + name in self._values else "is missing"
-            raise ValueError(f"{self.source}: {self._prefix}{name} {state}; expected {accepted}")
+            state = "is null" if self.prefix + name in self._values else "is missing"
+            raise ValueError(f"{self.source}: {self.prefix}{name} {state}; expected {accepted}")
         return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hostring.integrations.llm.checkpoint.fields import Fields
+from hostring.integrations.llm.checkpoint.fields import Fields, naming
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.rope import RopeScaling
 
@@ -61,27 +61,29 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
     columns = _shape(source, shapes, "blk.0.ffn_up.weight")[0]
     heads = fields.whole("attention.head_count")
     head_dim = fields.whole("attention.key_length", max(1, q_rows // heads))
-    _check_sizes(fields, vocab, hidden, columns, head_dim, k_rows // head_dim)
+    _check_heads(fields, heads, head_dim, q_rows)
+    _check_sizes(fields, shapes, head_dim, k_rows // head_dim)
     fields.only("attention.scale", 0.0, head_dim**-0.5)
-    config = ModelConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=columns,
-        num_hidden_layers=fields.whole("block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=fields.whole("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        model_type=arch,
-        rms_norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
-        rope_theta=fields.real("rope.freq_base", 10000.0),
-        rope_scaling=_scaling(fields),
-        max_position_embeddings=fields.whole("context_length", 2048),
-        qk_norm=_any(shapes, "attn_q_norm.weight", "attn_k_norm.weight"),
-        qkv_bias=_any(shapes, "attn_q.bias", "attn_k.bias", "attn_v.bias"),
-        o_bias=_any(shapes, "attn_output.bias"),
-        mlp_bias=_any(shapes, "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
-        tie_word_embeddings="output.weight" not in shapes,
-    )
+    with naming(source):
+        config = ModelConfig(
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=columns,
+            num_hidden_layers=fields.whole("block_count"),
+            num_attention_heads=heads,
+            num_key_value_heads=fields.whole("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            model_type=arch,
+            rms_norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
+            rope_theta=fields.real("rope.freq_base", 10000.0),
+            rope_scaling=_scaling(fields),
+            max_position_embeddings=fields.whole("context_length", 2048),
+            qk_norm=_has(shapes, "attn_q_norm.weight", "attn_k_norm.weight"),
+            qkv_bias=_has(shapes, "attn_q.bias", "attn_k.bias", "attn_v.bias"),
+            o_bias=_has(shapes, "attn_output.bias"),
+            mlp_bias=_has(shapes, "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
+            tie_word_embeddings="output.weight" not in shapes,
+        )
     fields.ignore(_HARMLESS)
     fields.refuse_unknown(what="keys of the architecture")
     return config
@@ -111,24 +113,35 @@ def _shape(source: object, shapes: Mapping[str, tuple[int, ...]], name: str) -> 
     return shape
 
 
-def _check_sizes(fields: Fields, vocab: int, hidden: int, columns: int, head_dim: int, kv_heads: int) -> None:
+def _check_heads(fields: Fields, heads: int, head_dim: int, q_rows: int) -> None:
+    if heads * head_dim != q_rows:
+        count, length = (f"{fields.prefix}attention.{name}" for name in ("head_count", "key_length"))
+        raise ValueError(
+            f"{fields.source}: {count} is {heads} and {length} is {head_dim}, but blk.0.attn_q.weight has {q_rows} rows; "
+            "expected the product of the two"
+        )
+
+
+def _check_sizes(fields: Fields, shapes: Mapping[str, tuple[int, ...]], head_dim: int, kv_heads: int) -> None:
     """What the metadata says again must be what the tensors say."""
+    vocab, hidden = shapes["token_embd.weight"]
+    layers = {name.split(".")[1] for name in shapes if name.startswith("blk.")}
     for key, size in (
         ("vocab_size", vocab),
         ("embedding_length", hidden),
-        ("feed_forward_length", columns),
+        ("feed_forward_length", shapes["blk.0.ffn_up.weight"][0]),
+        ("block_count", len(layers)),
         ("attention.head_count_kv", kv_heads),
         ("attention.value_length", head_dim),
         ("rope.dimension_count", head_dim),
     ):
-        said = fields.whole(key, size)
-        if said != size:
+        if fields.whole(key, size) != size:
             raise fields.wrong(key, f"{size}, as the tensors imply")
 
 
-def _any(shapes: Mapping[str, tuple[int, ...]], *ends: str) -> bool:
-    """Whether any layer has one of these tensors. All layers must have all of them then: see `audit`."""
-    return any(name.startswith("blk.") and name.split(".", 2)[-1] in ends for name in shapes)
+def _has(shapes: Mapping[str, tuple[int, ...]], *ends: str) -> bool:
+    """Whether the first layer has all of these tensors. What other layers have or lack is then found by `check_tensors`."""
+    return all(f"blk.0.{end}" in shapes for end in ends)
 
 
 def _scaling(fields: Fields) -> RopeScaling:

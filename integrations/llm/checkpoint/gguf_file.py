@@ -62,11 +62,12 @@ class GgufCheckpoint:
         self.path = path
         self._data = map_file(path)
         self.fields, self.tensors = read_header(path, self._data)
-        self.config = config_from_gguf(path, self.fields, {n: t.shape for n, t in self.tensors.items()})
+        shapes = {name: info.shape for name, info in self.tensors.items()}
+        self.config = config_from_gguf(path, self.fields, shapes)
         self.bytes_read = 0
         # llama.cpp's converter interleaves the two halves of every q and k head for this architecture alone.
         self._interleaved = self.config.model_type == "llama"
-        check_tensors(path, self.config, self.tensors.keys(), harmless=self._is_harmless, named=gguf_name)
+        check_tensors(path, self.config, shapes, harmless=self._is_harmless, named=gguf_name)
         for name, info in self.tensors.items():
             _check_kind(path, name, info)
         if _ROPE in self.tensors:
@@ -87,7 +88,7 @@ class GgufCheckpoint:
         info = self.tensors.get(gguf_name(part.name))
         if info is None:
             raise missing(self.path, gguf_name(part.name), part.shape)
-        check_shape(self.path, part, info.shape)
+        check_shape(self.path, part.name, part.shape, info.shape)
         vector = part.columns is None
         rows, columns = (range(1), part.rows) if part.columns is None else (part.rows, part.columns)
         values = self._values(info, rows, columns)

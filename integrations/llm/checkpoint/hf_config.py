@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hostring.integrations.llm.checkpoint.fields import Fields
+from hostring.integrations.llm.checkpoint.fields import Fields, naming
 from hostring.integrations.llm.model.config import ARCHITECTURES, ModelConfig
 from hostring.integrations.llm.model.rope import RopeScaling
 
@@ -51,25 +51,26 @@ def config_from_hf(source: object, values: Mapping[str, Any]) -> ModelConfig:
     heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     biased = kind in ("qwen3", "llama") and fields.flag("attention_bias")
     theta, scaling = _rope(fields, kind)
-    config = ModelConfig(
-        vocab_size=fields.whole("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=fields.whole("intermediate_size"),
-        num_hidden_layers=fields.whole("num_hidden_layers"),
-        num_attention_heads=heads,
-        num_key_value_heads=_kv_heads(fields, values, kind, heads),
-        head_dim=_head_dim(fields, values, kind, hidden, heads),
-        model_type=kind,
-        rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=fields.whole("max_position_embeddings", 2048),
-        qk_norm=kind == "qwen3",
-        qkv_bias=kind == "qwen2" or biased,
-        o_bias=biased,
-        mlp_bias=kind == "llama" and fields.flag("mlp_bias"),
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
-    )
+    with naming(source):
+        config = ModelConfig(
+            vocab_size=fields.whole("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=fields.whole("intermediate_size"),
+            num_hidden_layers=fields.whole("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=_kv_heads(fields, values, kind, heads),
+            head_dim=_head_dim(fields, values, kind, hidden, heads),
+            model_type=kind,
+            rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position_embeddings=fields.whole("max_position_embeddings", 2048),
+            qk_norm=kind == "qwen3",
+            qkv_bias=kind == "qwen2" or biased,
+            o_bias=biased,
+            mlp_bias=kind == "llama" and fields.flag("mlp_bias"),
+            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        )
     fields.refuse_unknown(what="fields of config.json")
     return config
 
@@ -102,13 +103,16 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
         raise ValueError(
             f"{fields.source}: hidden_act {fields.get('hidden_act')!r} is not supported; the MLP is SwiGLU (silu or swish)"
         )
-    types = fields.get("layer_types")
-    odd = sorted({str(t) for t in types or () if t != "full_attention"}) if isinstance(types, list | None) else [types]
-    if odd or fields.flag("use_sliding_window"):
-        field = (
-            f"layer_types: layers of type {', '.join(map(str, odd))}" if odd else "use_sliding_window: sliding windows"
+    if fields.flag("use_sliding_window"):
+        raise ValueError(
+            f"{fields.source}: use_sliding_window is true; sliding windows are not supported, full attention is"
         )
-        raise ValueError(f"{fields.source}: {field} are not supported; only full attention is")
+    types = fields.get("layer_types") or ()
+    odd = sorted({str(t) for t in types if t != "full_attention"}) if isinstance(types, list | tuple) else [str(types)]
+    if odd:
+        raise ValueError(
+            f"{fields.source}: layer_types: layers of type {', '.join(odd)} are not supported; only full attention is"
+        )
     if kind in ("qwen3", "qwen2"):
         fields.ignore(("sliding_window",))  # without use_sliding_window it has no effect
     else:

@@ -40,9 +40,8 @@ class SafetensorsCheckpoint:
         self.config = config_from_hf(directory / "config.json", fields)
         if HEAD in self._files:  # a head in the file counts, whatever the config says of tying: as in transformers 5
             self.config = replace(self.config, tie_word_embeddings=False)
-        check_tensors(directory, self.config, self._files.keys(), harmless=lambda n: n.endswith("rotary_emb.inv_freq"))
-        for name, where in self._files.items():
-            self._check_dtype(name, where)
+        shapes = {name: self._shape(name) for name in self._files}
+        check_tensors(directory, self.config, shapes, harmless=lambda n: n.endswith("rotary_emb.inv_freq"))
         self.bytes_read = 0
 
     def read(self, part: TensorSlice) -> Tensor:
@@ -50,7 +49,7 @@ class SafetensorsCheckpoint:
         if file is None:
             raise missing(self.directory, part.name, part.shape)
         tensor = self._tensor(part.name, file)
-        check_shape(file, part, tuple(tensor.get_shape()))
+        check_shape(file, part.name, part.shape, tuple(tensor.get_shape()))
         rows = slice(part.rows.start, part.rows.stop)
         values: Tensor = tensor[rows] if part.columns is None else tensor[rows, part.columns.start : part.columns.stop]
         self.bytes_read += values.nbytes
@@ -97,13 +96,17 @@ class SafetensorsCheckpoint:
         except SafetensorError as exc:
             raise ValueError(f"{_INDEX} says that {file} holds {name}, which it does not: {exc}") from exc
 
-    def _check_dtype(self, name: str, file: Path) -> None:
-        dtype = self._tensor(name, file).get_dtype()
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor whose values mean what they are."""
+        file = self._files[name]
+        tensor = self._tensor(name, file)
+        dtype = tensor.get_dtype()
         if dtype not in _DTYPES:
             raise ValueError(
                 f"{file}: {name} is of dtype {dtype}, whose scale is not known; weights in {', '.join(_DTYPES)} are read. "
                 "Take the original checkpoint, or a GGUF file"
             )
+        return tuple(tensor.get_shape())
 
 
 def _has_pickles(directory: Path) -> bool:

@@ -29,7 +29,7 @@ class ModuleCheckpoint:
         tensor = self._tensors.get(part.name)
         if tensor is None:
             raise missing("the model", part.name, part.shape)
-        check_shape("the model", part, tuple(tensor.shape))
+        check_shape("the model", part.name, part.shape, tuple(tensor.shape))
         rows = tensor[part.rows.start : part.rows.stop]
         values = rows if part.columns is None else rows[:, part.columns.start : part.columns.stop]
         self.bytes_read += values.nbytes
