@@ -9,8 +9,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from hostring.arrays.dtypes import Array
-from hostring.arrays.staging import adapter_for
-from hostring.engine.arguments import check_rank, check_reduction, gathered, rows_of, scattered
+from hostring.engine.arguments import check_call, check_reduction
 from hostring.engine.coalesced import Coalesced, joint_dtype
 from hostring.engine.movements import Movements
 from hostring.engine.payload import expected_payload
@@ -27,14 +26,13 @@ Seconds: TypeAlias = "float | None"
 class Comm:
     """A group of ranks that reduce and exchange arrays, with the same bits on every rank. Made by `hostring.init`.
 
-    Every rank calls the same collectives in the same order. Calls on several threads are carried out in a defined order;
-    calls with `async_op=True` return a `Work` at once and are carried out first in, first out.
+    Every rank calls the same collectives in the same order. Calls on several threads are carried out in a defined
+    order. Calls with `async_op=True` return a `Work` at once and are carried out first in, first out.
 
     Attributes:
-        rank: this process's index. world_size: how many there are.
-        order: the declared fold order; wire: what float32 contributions are rounded to; topology: what was asked for.
-        counters: see `Counters`. recorder: the last calls.
-        session: the state behind it, for hostring's own tools; its names may change.
+        rank, world_size: this process's index, and how many there are.
+        order: the declared fold order. wire: what float32 contributions are rounded to. topology: what was asked for.
+        counters: see `Counters`. recorder: the last calls. session: the state behind this, for hostring's own tools.
     """
 
     def __init__(self, session: Session) -> None:
@@ -60,9 +58,10 @@ class Comm:
         return self.session.memory_held
 
     def _call(self, what: str, async_op: bool, job: Callable[..., Any], *args: Any) -> Any:
-        """Carry out `job(*args)` when it is its turn: here and now where nothing is queued."""
+        """Carry out `job(*args)` when it is its turn: at once and in this thread where nothing is queued."""
         turns = self.session.turns
         if async_op:
+            check_call(what, self.rank, self.world_size, args)
             return turns.submit(partial(job, *args), what)
         if turns.queued or not turns.turn.acquire(False):
             return turns.run(job, what, *args)
@@ -74,11 +73,12 @@ class Comm:
             turns.turn.release()
 
     def all_reduce(self, x: Any, op: str = "sum", *, async_op: bool = False, timeout: Seconds = None) -> Any:
-        """Fold `x` of all ranks element by element, in the declared order; all ranks get the same float32 (or own-width) bits.
+        """Fold `x` of all ranks element by element, in the declared order. All ranks get the same bits.
 
         Args:
-            x: the same number of elements on every rank. Floats of 32 bits or less may differ in dtype between ranks.
-                Changed in place, and returned; a new array is returned where `x` is immutable.
+            x: the same number of elements on every rank. Floats of 32 bits or less may differ in dtype between ranks;
+                the same float32 is then rounded to each. Changed in place, and returned; where `x` is immutable, a new
+                array is returned.
             op: sum, avg, min, max, prod, or band, bor, bxor for integers and bool. avg divides after the fold.
             async_op: return a `Work` at once; leave `x` alone until it is done.
             timeout: seconds for the whole operation, instead of the group's.
@@ -103,23 +103,19 @@ class Comm:
     def all_reduce_coalesced(
         self, xs: Iterable[Any], op: str = "sum", *, async_op: bool = False, timeout: Seconds = None
     ) -> Any:
-        """Like `all_reduce` of each of several arrays, in one call: small ones together take the time of one.
+        """Like `all_reduce` of each of several arrays, whose results come in a list, with the same bits.
 
         Args:
             xs: arrays of any shape, library and device that don't overlap; as many, and each with as many elements, on
                 every rank. Either all are floats of 32 bits or less, which may differ in dtype, or all have one dtype.
-                Changed in place where they can be.
             timeout: seconds for each of the operations that this takes.
-
-        Returns:
-            a list of what `all_reduce` returns for each. The bits are the same.
 
         Raises:
             TypeError, ValueError: as `all_reduce`, or these dtypes can't be folded together; nothing was sent.
             CollectiveMismatch: the arrays have other numbers of elements on another rank.
 
-        Arrays of up to 4096 elements travel together, where that changes no bit: not with order="ring", nor, of floats,
-        with another wire than float32. Cost: two copies of those, and an all_reduce of each larger one.
+        Cost: two copies of arrays of up to 4096 elements, which travel together, and an all_reduce of each larger one.
+        With order="ring", and with floats on another wire than float32, each array travels alone.
         """
         arrays = list(xs)
         dtype = joint_dtype(arrays, op)
@@ -127,34 +123,23 @@ class Comm:
 
     def reduce(self, x: Any, root: int = 0, op: str = "sum", *, async_op: bool = False, timeout: Seconds = None) -> Any:
         """Like `all_reduce`, but only `root` gets the result; `x` of the others is left as it is and returned."""
-        if async_op:
-            check_rank(root, "root", self.world_size)
-            check_reduction(x, op)
         return self._call("reduce", async_op, self._reductions.reduce, x, root, op, timeout)
 
     def reduce_scatter(
-        self, x: Any, op: str = "sum", *, counts: Counts = None, out: Any = None, async_op: bool = False, timeout: Seconds = None
+        self, x: Any, op: str = "sum", *, counts: Counts = None, out: Any = None, async_op: bool = False,
+        timeout: Seconds = None,
     ) -> Any:  # fmt: skip
         """Fold `x` of all ranks and give rank r part r of the result along the first dimension.
 
         Args:
             x: shape (rows, …) on every rank. Left as it is.
             counts: rows of each rank's part; without, they must divide evenly.
-            out: an array to write into, of shape (rows of this rank, …); without, a new one is made.
-
-        Returns:
-            `out`, shape (rows of this rank, …), dtype of `x`.
+            out: an array of shape (rows of this rank, …) and the dtype of `x` to write into and to return.
         """
-        if async_op:
-            check_reduction(x, op)
-            rows_of(x, counts, self.world_size)
         return self._call("reduce_scatter", async_op, self._reductions.reduce_scatter, x, op, counts, out, timeout)
 
     def broadcast(self, x: Any, root: int = 0, *, async_op: bool = False, timeout: Seconds = None) -> Any:
         """Give `x` of `root` to all. Floats are rounded to each rank's own dtype; other dtypes must agree. In place."""
-        if async_op:
-            check_rank(root, "root", self.world_size)
-            adapter_for(x).dtype(x)
         return self._call("broadcast", async_op, self._movements.broadcast, x, root, timeout)
 
     def all_gather(
@@ -163,27 +148,24 @@ class Comm:
         """Give `x` of every rank to all.
 
         Args:
-            x: the same shape on every rank, or, with `counts`, `counts[r]` rows on rank r and the rest of the shape the same.
+            x: the same shape on every rank. With `counts`, `counts[r]` rows on rank r, and otherwise the same shape.
             out: an array to write into.
 
         Returns:
             shape (world_size, *x.shape); with `counts`, the parts one after the other, shape (sum(counts), …).
         """
-        if async_op:
-            gathered(x, counts, self.rank, self.world_size)
         return self._call("all_gather", async_op, self._movements.all_gather, x, counts, out, timeout)
 
     def gather(
-        self, x: Any, root: int = 0, *, counts: Counts = None, out: Any = None, async_op: bool = False, timeout: Seconds = None
+        self, x: Any, root: int = 0, *, counts: Counts = None, out: Any = None, async_op: bool = False,
+        timeout: Seconds = None,
     ) -> Any:  # fmt: skip
         """Like `all_gather`, but only `root` gets the result; the others get None."""
-        if async_op:
-            check_rank(root, "root", self.world_size)
-            gathered(x, counts, self.rank, self.world_size)
         return self._call("gather", async_op, self._movements.gather, x, root, counts, out, timeout)
 
     def scatter(
-        self, x: Any, root: int = 0, *, counts: Counts = None, out: Any = None, async_op: bool = False, timeout: Seconds = None
+        self, x: Any, root: int = 0, *, counts: Counts = None, out: Any = None, async_op: bool = False,
+        timeout: Seconds = None,
     ) -> Any:  # fmt: skip
         """Give part r of `x` of `root` along the first dimension to rank r.
 
@@ -191,14 +173,11 @@ class Comm:
             x: on `root`, shape (world_size, …), or (sum(counts), …) with `counts`. Elsewhere ignored; None will do.
             out: where the part goes. Needed on every rank but `root`, which alone knows the shape.
         """
-        if async_op:
-            root = check_rank(root, "root", self.world_size)
-            scattered(x if self.rank == root else None, root, counts, out, self.rank, self.world_size)
         return self._call("scatter", async_op, self._movements.scatter, x, root, counts, out, timeout)
 
     def all_to_all(
-        self, x: Any, *, send_counts: Counts = None, recv_counts: Counts = None, out: Any = None, async_op: bool = False,
-        timeout: Seconds = None,
+        self, x: Any, *, send_counts: Counts = None, recv_counts: Counts = None, out: Any = None,
+        async_op: bool = False, timeout: Seconds = None,
     ) -> Any:  # fmt: skip
         """Give part q of `x` along the first dimension to rank q, and get one part from each, in the order of ranks.
 
@@ -207,9 +186,6 @@ class Comm:
                 the counts of all ranks are then gathered first, which is one more small collective.
             recv_counts: rows expected from each rank, checked against what the others send.
         """
-        if async_op:
-            adapter_for(x).dtype(x)
-            rows_of(x, send_counts, self.world_size)
         return self._call("all_to_all", async_op, self._movements.all_to_all, x, send_counts, recv_counts, out, timeout)
 
     def barrier(self, *, async_op: bool = False, timeout: Seconds = None) -> Any:
@@ -217,29 +193,20 @@ class Comm:
         return self._call("barrier", async_op, self._movements.barrier, timeout)
 
     def broadcast_bytes(self, data: bytes = b"", root: int = 0, *, timeout: Seconds = None) -> bytes:
-        """Return `data` of `root` on every rank, whatever its length. The others' `data` is ignored.
-
-        Cost: two broadcasts, the first of 8 bytes; `timeout` seconds for each.
-        """
+        """Return `data` of `root`, of any length, on every rank. `data` of the others is ignored. Two broadcasts."""
         return bytes(self._call("broadcast", False, self._movements.broadcast_bytes, data, root, timeout))
 
     def gather_bytes(self, data: bytes, *, timeout: Seconds = None) -> list[bytes]:
-        """Return `data` of all ranks on every rank, in the order of ranks. Lengths may differ.
-
-        Cost: two all_gathers, the first of 8 bytes per rank; `timeout` seconds for each.
-        """
+        """Return `data` of all ranks, of any lengths, on every rank, in the order of ranks. Two all_gathers."""
         return list(self._call("all_gather", False, self._movements.gather_bytes, data, timeout))
 
     def decide(self, x: Any, choose: Callable[[Array], Array], root: int = 0, *, timeout: Seconds = None) -> Array:
-        """One collective in which `root` decides for all: each rank contributes `x`, each gets the bytes that `root` chose.
+        """One collective in which `root` decides for all. Returns on every rank what `choose` returned, bit for bit.
 
         Args:
             x: a numpy array, the same shape and dtype on every rank.
             choose: called on `root` alone with all contributions, shape (world_size, *x.shape); returns an array of the
                 shape and dtype of `x`. What it raises is raised on every rank.
-
-        Returns:
-            what `choose` returned, bit for bit the same on every rank.
         """
         result: Array = self._call("decide", False, self._movements.decide, x, choose, root, timeout)
         return result
@@ -267,9 +234,9 @@ class Comm:
     def split(
         self, color: int | None, key: int | None = None, *, topology: str | None = None, order: str | None = None
     ) -> Comm | None:
-        """Make a group of all ranks that name the same `color`, with links of its own, ranked by `key`, then by rank here.
+        """Make a group of all ranks that name the same `color`, with links of its own. Every rank must call this.
 
-        Every rank of this group must call it. Returns None for a rank whose `color` is None.
+        Ranks are ordered by `key`, then by their rank here. Returns None for a rank whose `color` is None.
 
         Raises:
             ValueError: `color` is negative, or `topology` and `order` don't go together; nothing was sent.
@@ -280,22 +247,19 @@ class Comm:
         return None if group is None else Comm(open_session(group, topology, order, self.wire, self.timeout))
 
     def turn(self, job: Callable[[], Any], *, what: str = "turn", async_op: bool = False) -> Any:
-        """Carry out `job`, which calls blocking collectives of this group, as one: no other thread's call comes in between.
+        """Carry out `job`, which calls blocking collectives of this group, with no other thread's call in between.
 
         Returns what `job` returns, or a `Work` with `async_op`. Inside, don't wait for this group's asynchronous calls.
         """
-        return self._call(what, async_op, job)
+        turns = self.session.turns
+        return turns.submit(job, what) if async_op else turns.run(job, what)
 
     def rebuild(self, min_ranks: int = 1, *, timeout: Seconds = None) -> Comm:
-        """After a failure: form a new group of the survivors and of processes that came back.
+        """After a failure: return a new group of the survivors and of processes that came back. This one is closed.
 
-        Every survivor calls it; a process that comes back calls `hostring.init(rejoin=True)`. It waits for all known
-        survivors, and for as many more ranks as it takes to be `min_ranks`. Ranks are ordered by the number that they held
-        or ask for, then by arrival, and numbered without gaps: a process that comes back as rank k stands where rank k
-        stood. The new group has links and an epoch of its own, so it can't take the old one's frames for its own.
-
-        Returns:
-            The new group. This one is closed.
+        Every survivor calls this; a process that comes back calls `hostring.init(rejoin=True)`. All known survivors are
+        waited for, and more ranks until there are `min_ranks`. They are ordered by the rank that they held or ask for,
+        then by arrival, and numbered without gaps. The new group has its own links and epoch, and takes no old frame.
 
         Raises:
             RendezvousError: too few ranks came within `timeout` (the group's own when None). It may be called again.
@@ -305,15 +269,15 @@ class Comm:
         return Comm(open_session(group, self.topology, self.order, self.wire, self.timeout))
 
     def close(self) -> None:
-        """Finish the calls that were accepted, say goodbye, and close all links. Idempotent.
-
-        Other ranks that still wait for this one fail.
-        """
+        """Finish the accepted calls, and close all links. Idempotent. Ranks that still wait for this one fail."""
         self.session.close()
 
     def abort(self, reason: str = "aborted by the user") -> None:
-        """End the group now, on every rank: calls under way and later ones raise `reason`. May be called from any thread."""
+        """End the group now, on every rank: calls under way and later ones raise `reason`. Any thread may call this."""
         self.session.abort(reason)
+
+    def __repr__(self) -> str:
+        return f"<hostring.Comm {self.session.describe()}>"
 
     def __enter__(self) -> Comm:
         return self
@@ -325,13 +289,10 @@ class Comm:
             self.abort(f"{type(exc).__name__}: {exc}")
 
     def expected_payload(self, collective: str, n_elements: int, dtype: Any = "float32", root: int = 0) -> int:
-        """Payload bytes that this rank sends in one call, from the schedule alone.
-
-        It holds when all ranks bring the same dtype, and for any operator but avg, whose results are divided before they
-        are rounded.
+        """Payload bytes that this rank sends in one call by its schedule, when all ranks bring one dtype, and op isn't avg.
 
         Args:
-            n_elements: of the buffer of all_reduce, reduce, reduce_scatter, broadcast and all_to_all, evenly divided where
-                it is divided; of one rank's share of all_gather, gather, scatter and decide.
+            n_elements: of the buffer of all_reduce, reduce, reduce_scatter, broadcast and all_to_all, divided evenly;
+                of one rank's share of all_gather, gather, scatter and decide.
         """
         return expected_payload(self.session, collective, n_elements, dtype, root)

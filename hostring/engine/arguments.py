@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from hostring.arrays.dtypes import DType, check_op
 from hostring.arrays.staging import adapter_for
 
 
-def check_reduction(x: Any, op: str) -> DType:
-    """The dtype of `x`. Raises `TypeError` or `ValueError` where it can't be reduced by `op`."""
+def check_reduction(x: Any, op: str, root: Any = 0, world_size: int = 1) -> DType:
+    """The dtype of `x`. Raises `TypeError` or `ValueError` where it can't be reduced by `op`, or to `root`."""
+    check_rank(root, "root", world_size)
     dtype = adapter_for(x).dtype(x)
     check_op(op, dtype)
     return dtype
@@ -54,7 +55,7 @@ def check_out(collective: str, out: Any, n_elements: int, dtype: DType) -> None:
 
 
 def rows_of(x: Any, counts: Sequence[int] | None, world_size: int) -> list[int]:
-    """Rows of `x` for each rank. Raises `ValueError` where they don't add up, or don't divide evenly without `counts`."""
+    """Rows of `x` for each rank. Raises `ValueError` where they don't add up or, without `counts`, don't divide evenly."""
     total = x.shape[0] if len(x.shape) else 0
     if counts is None:
         if total % world_size or not len(x.shape):
@@ -69,9 +70,10 @@ def rows_of(x: Any, counts: Sequence[int] | None, world_size: int) -> list[int]:
 
 
 def gathered(
-    x: Any, counts: Sequence[int] | None, rank: int, world_size: int
+    x: Any, counts: Sequence[int] | None, rank: int, world_size: int, root: Any = 0
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of what is gathered from all ranks, and the elements of each rank's share."""
+    check_rank(root, "root", world_size)
     adapter_for(x).dtype(x)
     if counts is None:
         return (world_size, *x.shape), (math.prod(x.shape),) * world_size
@@ -85,13 +87,10 @@ def gathered(
 
 
 def scattered(
-    x: Any, root: int, counts: Sequence[int] | None, out: Any, rank: int, world_size: int
+    x: Any, root: Any, counts: Sequence[int] | None, out: Any, rank: int, world_size: int
 ) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-    """What `scatter` goes by: an array like this rank's share, the share's shape, and the elements of each rank's share.
-
-    Args:
-        x: None where `rank` is not `root`.
-    """
+    """What `scatter` goes by: an array like this rank's share, its shape, and the elements of each rank's share."""
+    x = x if check_rank(root, "root", world_size) == rank else None
     like = out if x is None else x
     if like is None:
         raise ValueError(
@@ -107,3 +106,21 @@ def scattered(
     width = math.prod(like.shape if x is None and counts is None else like.shape[1:])
     shape = tuple(like.shape) if x is None else (() if counts is None else (rows[root],)) + tuple(like.shape[1:])
     return like, shape, tuple(width * r for r in rows)
+
+
+_CHECKS: Final[dict[str, Callable[..., object]]] = {
+    "reduce": lambda me, n, x, root, op, _: check_reduction(x, op, root, n),
+    "reduce_scatter": lambda me, n, x, op, counts, *_: (check_reduction(x, op), rows_of(x, counts, n)),
+    "broadcast": lambda me, n, x, root, _: (check_rank(root, "root", n), adapter_for(x).dtype(x)),
+    "all_gather": lambda me, n, x, counts, *_: gathered(x, counts, me, n),
+    "gather": lambda me, n, x, root, counts, *_: gathered(x, counts, me, n, root),
+    "scatter": lambda me, n, x, root, counts, out, _: scattered(x, root, counts, out, me, n),
+    "all_to_all": lambda me, n, x, counts, *_: (adapter_for(x).dtype(x), rows_of(x, counts, n)),
+}
+
+
+def check_call(collective: str, rank: int, world_size: int, args: Sequence[Any]) -> None:
+    """Raise now what the method of `Reductions` or `Movements` would raise for `args` when an asynchronous call has its turn."""
+    check = _CHECKS.get(collective)
+    if check is not None:
+        check(rank, world_size, *args)

@@ -74,6 +74,14 @@ class Session:
         """Bytes of scratch, staging and kept buffers."""
         return self.memory.nbytes + self.planner.memory_held
 
+    def describe(self) -> str:
+        """Rank, contract and state in a few words, for people."""
+        state = self.closed or (f"failed: {self.control.cause}" if self.control.cause is not None else None)
+        return (
+            f"rank {self.rank} of {self.world_size}, order={self.order!r}, wire={self.wire!r}, "
+            f"topology={self.topology!r}, transport={self.group.transport!r}{', ' + state if state else ''}"
+        )
+
     def travels_as(self, dtype: DType) -> DType:
         """The dtype in which a contribution of `dtype` travels."""
         return self._rounded_to if self.rounds and dtype == FLOAT32 else dtype
