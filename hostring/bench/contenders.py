@@ -125,17 +125,13 @@ class Gloo:
     def __init__(self, comm: hostring.Comm) -> None:
         dist: Any = importlib.import_module("torch.distributed")
         self._dist, self.rank, self.world_size = dist, comm.rank, comm.world_size
-        address = np.zeros(272, np.uint8)
-        store: Any = None
         if comm.rank == 0:
             host = _reachable_host(comm)
             store = dist.TCPStore(host, 0, comm.world_size, True, wait_for_workers=False)
-            address[:4] = np.array([store.port], np.uint32).view(np.uint8)
-            address[4 : 4 + len(host)] = np.frombuffer(host.encode(), np.uint8)
-        comm.broadcast(address)
-        if store is None:
-            host = address[4:].tobytes().rstrip(b"\0").decode()
-            store = dist.TCPStore(host, int(address[:4].view(np.uint32)[0]), comm.world_size, False)
+            comm.broadcast_bytes(f"{store.port} {host}".encode())
+        else:
+            port, host = comm.broadcast_bytes().decode().split(" ")
+            store = dist.TCPStore(host, int(port), comm.world_size, False)
         dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.world_size)
 
     def bind(self, case: Case, x: Array) -> Call:

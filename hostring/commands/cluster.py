@@ -114,8 +114,8 @@ def check() -> None:
     import hostring
 
     with hostring.init() as comm:
-        card = f"{platform.node()}, {platform.machine()}, Python {platform.python_version()}".encode()[:128].ljust(128)
-        cards = comm.all_gather(np.frombuffer(card, np.uint8))
+        card = f"{platform.node()}, {platform.machine()}, Python {platform.python_version()}"
+        cards = comm.gather_bytes(card.encode())
         small = np.full(1024, comm.rank, np.float32)
         times = []
         for _ in range(200):
@@ -124,7 +124,7 @@ def check() -> None:
             times.append(time.perf_counter() - start)
         if comm.rank == 0:
             for rank in range(comm.world_size):
-                typer.echo(f"rank {rank}  {bytes(cards[rank]).decode(errors='replace').strip()}")
+                typer.echo(f"rank {rank}  {cards[rank].decode(errors='replace')}")
             median = statistics.median(times) * 1e6
             typer.echo(
                 f"all {comm.world_size} ranks are connected; an all_reduce of 4 KB takes {median:.0f} us (median of 200)"

@@ -7,12 +7,9 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from torch._C import _distributed_c10d as c10d
 
 import hostring
-
-_HOSTNAME_BYTES = 256
 
 
 def meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
@@ -23,23 +20,18 @@ def meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """
     with hostring.init() as comm:
         host = os.environ.get("MASTER_ADDR") or _shared_host(comm)
-        port = np.zeros(1, np.int64)
         if comm.rank == 0:
             store = c10d.TCPStore(host, 0, comm.world_size, True, wait_for_workers=False)
-            port[0] = store.port
-        comm.broadcast(port)
-        if comm.rank != 0:
-            store = c10d.TCPStore(host, int(port[0]), comm.world_size, False)
+            comm.broadcast_bytes(str(store.port).encode())
+        else:
+            store = c10d.TCPStore(host, int(comm.broadcast_bytes()), comm.world_size, False)
         comm.barrier()  # nobody leaves before all have what they need
         rank, world_size = comm.rank, comm.world_size
     yield store, rank, world_size
 
 
 def _shared_host(comm: hostring.Comm) -> str:
-    name = np.zeros(_HOSTNAME_BYTES, np.uint8)
-    encoded = socket.gethostname().encode()[:_HOSTNAME_BYTES]
-    name[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    if len({row.tobytes() for row in comm.all_gather(name)}) > 1:
+    if len(set(comm.gather_bytes(socket.gethostname().encode()))) > 1:
         raise ValueError(
             "the ranks are on several hosts: set MASTER_ADDR on all of them to an address of rank 0's host"
         )

@@ -8,8 +8,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 import hostring
 from hostring import Comm
 from hostring.integrations.llm.demo.conversation import Head, Part
@@ -29,7 +27,6 @@ Report = dict[str, Any]
 
 _STDIN = 0
 _WARM_UP_TOKENS = 4  # the first steps allocate, build their messages and wake the kernels
-_LONGEST_NAME = 32  # of a device
 _PATIENCE = 3600.0  # seconds that ranks wait while another one runs its control alone
 
 
@@ -133,19 +130,13 @@ class Run:
 
 def _gather(comm: Comm, report: Report) -> list[Report]:
     """The reports of all ranks, by rank, on the head rank; nothing elsewhere."""
-    payload = np.frombuffer(json.dumps(report).encode(), np.uint8)
-    sizes = comm.all_gather(np.array([payload.size], np.int64)).ravel().tolist()  # (world_size,)
-    joined = comm.gather(payload, root=HEAD_RANK, counts=sizes)
-    if joined is None:
-        return []
-    ends = np.cumsum(sizes)
-    return [json.loads(joined[end - size : end].tobytes()) for size, end in zip(sizes, ends, strict=True)]
+    reports = comm.gather_bytes(json.dumps(report).encode())
+    return [json.loads(words) for words in reports] if comm.rank == HEAD_RANK else []
 
 
 def _devices(run: Run) -> list[str]:
     """What every rank computes on."""
-    name = np.frombuffer(str(run.device).encode().ljust(_LONGEST_NAME), np.uint8)
-    return [row.tobytes().decode().rstrip() for row in run.comm.all_gather(name).reshape(-1, _LONGEST_NAME)]
+    return [name.decode() for name in run.comm.gather_bytes(str(run.device).encode())]
 
 
 def _one_rank_each(run: Run, ids: Sequence[int]) -> list[dict[str, Any]]:
