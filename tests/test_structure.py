@@ -26,7 +26,8 @@ LAYERS = (
     ("engine",),
     ("cost",),
     ("tuning", "launch"),
-    ("comm", "rendezvous"),
+    ("comm",),
+    ("rendezvous",),
     ("",),  # hostring/__init__.py
     ("bench", "integrations"),
     ("commands",),

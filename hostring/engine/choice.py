@@ -7,7 +7,7 @@ defaults or from measurements, and gives it to all (see `hostring.tuning.agreeme
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from hostring.topologies import TOPOLOGIES, Topology
@@ -24,11 +24,13 @@ class Choice:
     topology: Topology
     variant: str
     segment: int
+    code: int = field(
+        init=False
+    )  # its number in frames: ranks that chose differently must not take each other's messages
 
-    @property
-    def code(self) -> int:
-        """Its number on the wire: ranks that chose differently must not take each other's messages."""
-        return self.topology.code << 8 | (self.topology.variants[self.variant].code if self.variant else 0)
+    def __post_init__(self) -> None:
+        variant = self.topology.variants[self.variant].code if self.variant else 0
+        object.__setattr__(self, "code", self.topology.code << 8 | variant)
 
     @property
     def name(self) -> str:

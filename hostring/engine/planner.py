@@ -63,14 +63,26 @@ class Planner:
     ) -> Program:
         """`dtype` is the one that is folded; `raw` the narrower one that contributions travel in, or None. `detail`: see `Call`."""
         key = (n_elements, dtype, op, detail) if raw is None else (n_elements, dtype, op, detail, raw)
-        return self.programs.get(key) or self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, raw, detail))
+        return self.programs.get(key) or self._keep(
+            key, lambda: self._all_reduce(n_elements, dtype, dtype, op, raw, detail)
+        )
 
-    def _all_reduce(self, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: int | None) -> Program:
-        wire = wire_dtype(dtype)
-        choice = self._tuner.all_reduce(n_elements, wire.itemsize)
+    def _all_reduce(
+        self, n_elements: int, dtype: DType, wire: DType, op: str, raw: DType | None, detail: int | None
+    ) -> Program:
+        choice = self._tuner.choose("all_reduce", n_elements * wire.itemsize, wire.itemsize)
         schedule = self._build(choice, n_elements, wire)
         call = Call("all_reduce", op, CODES[wire], self._order, n_elements, detail or 0, choice.code, self._epoch)
         return self._bind(schedule, call, dtype, raw)
+
+    def unstaged(self, n_elements: int, dtype: DType, op: str, detail: int | None) -> Program | None:
+        """An all-reduce that works in the caller's own memory, of `dtype`; None where contributions must be staged."""
+        wire = wire_dtype(dtype)
+        return (
+            self.all_reduce(n_elements, wire, op, None, detail)
+            if wire is dtype
+            else self.narrow(n_elements, dtype, op, detail)
+        )
 
     def narrow(self, n_elements: int, dtype: DType, op: str, detail: int | None) -> Program | None:
         """An all-reduce that folds 16-bit contributions as they are, or None where that can't give the bits of float32.
@@ -90,7 +102,7 @@ class Planner:
         ):
             self._wide.add(key)
             return None
-        return self._keep(key, lambda: self._all_reduce(n_elements, dtype, op, None, detail))
+        return self._keep(key, lambda: self._all_reduce(n_elements, dtype, FLOAT32, op, None, detail))
 
     def reduction(
         self, collective: str, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: Any
@@ -147,7 +159,8 @@ class Planner:
         return self._tuner.choose(collective, _extent(collective, n_elements, detail) * itemsize, itemsize)
 
     def _placed(self, choice: Choice, dtype: DType) -> Place:
-        return choice.topology.place(self._place.rank, self._place.world_size, self._unit if dtype == FLOAT32 else 1)
+        unit = self._unit if dtype == FLOAT32 else 1
+        return Place(self._place.rank, self._place.world_size, choice.topology.next_hop, unit)
 
     def _build(self, choice: Choice, n_elements: int, wire: DType) -> Schedule:
         place = self._placed(choice, wire)
@@ -170,7 +183,8 @@ class Planner:
     def _bind(self, schedule: Schedule, call: Call, dtype: DType, raw: DType | None, first_round: int = 0) -> Program:
         needed = scratch_layout(schedule.scratch, dtype.itemsize)[1]
         if needed > len(self._scratch):
-            self._drop()
+            if self._scratch:  # programs that were made before there was any use none
+                self._drop()
             self._scratch = bytearray(needed)
         folds = None if call.op is None else fold_functions(call.op, dtype)
         sides = self._sides.block
@@ -182,10 +196,14 @@ class Planner:
             self._drop()
         return program
 
-    def probe(self, schedule: Schedule, number: int) -> Program:
-        """A program for a schedule that is no collective's but a measurement's, over float32. It is not kept, and not counted."""
-        call = Call("all_to_all", None, kind_code(FLOAT32), self._order, schedule.data, number, epoch=self._epoch)
-        return self._bind(schedule, call, FLOAT32, None)
+    def probe(self, schedule: Schedule, number: int, dtype: DType = FLOAT32) -> Program:
+        """A program for a schedule of hostring's own, such as a measurement's. It is not kept, and not counted.
+
+        Args:
+            number: the same on all ranks, and of no other probe.
+        """
+        call = Call("all_to_all", None, kind_code(dtype), self._order, schedule.data, number, epoch=self._epoch)
+        return self._bind(schedule, call, dtype, None)
 
     def drop(self) -> None:
         """Forget all programs: the next call of each shape asks the tuner again. On every rank alike."""

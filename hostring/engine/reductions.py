@@ -20,6 +20,7 @@ from hostring.arrays.dtypes import (
     Array,
     DType,
     carrier,
+    check_op,
     nbytes_of,
     wire_dtype,
 )
@@ -52,31 +53,26 @@ class Reductions:
         adapter = ADAPTERS.get(type(x)) or adapter_for(x)
         view = adapter.view(x)
         if view is not None and not (self._session.rounds and view.dtype == FLOAT32):
-            program = self._programs.get((view.size, view.dtype, op, detail))
-            if program is not None and (direct := program.direct) is not None:
+            program = self._programs.get((view.size, view.dtype, op, detail)) or self._plan(view, op, detail)
+            if program is not None:
                 data = view if program.carried is None else view.view(program.carried)
-                self._run_direct(direct, data, None, timeout, started)
-                if op == "avg":
-                    divide(view, self._session.world_size)
-                return x
+                if (direct := program.direct) is not None:
+                    self._run_direct(direct, data, None, timeout, started)
+                else:
+                    self._session.run(program, Buffers(data, NOTHING), timeout, started)
+                return self._finish_in_place(view, x, op)
         dtype = check_reduction(x, op)
         if self._session.world_size == 1:
             self._session.run_alone("all_reduce")
             return x
-        whole = None if view is None else self._unstaged(view, dtype, op, detail)
-        if whole is not None and view is not None:
-            self._session.run(whole, Buffers(view.view(carrier(dtype)), NOTHING), timeout, started)
-            return self._finish_in_place(view, x, op)
         return self._staged_all_reduce(adapter, x, view, dtype, op, detail, timeout, started)
 
-    def _unstaged(self, view: Array, dtype: DType, op: str, detail: int | None) -> Program | None:
-        """The program that works in the caller's memory, or None where contributions must be staged."""
-        if self._session.travels_as(dtype) != dtype:
+    def _plan(self, view: Array, op: str, detail: int | None) -> Program | None:
+        """The program of a first call that works in the caller's memory; None where there is none."""
+        check_op(op, view.dtype)
+        if self._session.world_size == 1:
             return None
-        planner = self._session.planner
-        if wire_dtype(dtype) is dtype:
-            return planner.all_reduce(view.size, dtype, op, None, detail)
-        return planner.narrow(view.size, dtype, op, detail)
+        return self._session.planner.unstaged(view.size, view.dtype, op, detail)
 
     def _staged_all_reduce(
         self, adapter: Adapter, x: Any, view: Array | None, dtype: DType, op: str, detail: int | None,

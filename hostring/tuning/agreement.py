@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from time import perf_counter
 from typing import Final, TypeAlias
 
 import msgpack
@@ -17,9 +18,11 @@ import numpy as np
 from hostring.engine.choice import Choice, Table, Threshold
 from hostring.engine.frames import START_SEQ
 from hostring.engine.movements import Movements
+from hostring.engine.sending import Buffers
 from hostring.engine.session import Session
 from hostring.errors import HostringError
 from hostring.group.group import Group
+from hostring.topologies.collectives import WHOLE, broadcast
 from hostring.tuning.defaults import default_table
 from hostring.tuning.tables import Tuning, load, tuning_path
 
@@ -52,7 +55,9 @@ def agree(session: Session) -> None:
         *decision, tuning = _decide(session)
         packed = msgpack.packb(decision)
         record[: len(packed)] = np.frombuffer(packed, np.uint8)
-    Movements(session).broadcast(record, 0)
+    schedule = broadcast(session.tuner.topology.place(session.rank, session.world_size), record.size, WHOLE, 0)
+    program = session.planner.probe(schedule, 0, record.dtype)
+    session.run(program, Buffers(record, record[:0]), None, perf_counter(), count=False)
     unpacker = msgpack.Unpacker()
     unpacker.feed(record.tobytes())
     what, source, table = unpacker.unpack()
@@ -72,13 +77,13 @@ def share(session: Session, tuning: Tuning) -> None:
     """Use what rank 0 holds in `tuning` from now on, on all ranks. The others' `tuning` is ignored."""
     packed = msgpack.packb(_plain(tuning.table(session.tuner))) if session.rank == 0 else b""
     table = msgpack.unpackb(Movements(session).broadcast_bytes(packed, 0))
+    session.planner.drop()
     _adopt(session, table, tuning.source)
     if session.rank == 0:
         _explain(session, tuning)
 
 
 def _adopt(session: Session, table: _Plain, source: str) -> None:
-    session.planner.drop()
     session.tuner.adopt({c: [Threshold(*t) for t in thresholds] for c, thresholds in table.items()}, source)
 
 
@@ -103,7 +108,7 @@ def _decide(session: Session) -> tuple[str, str, _Plain, Tuning | None]:
     except (OSError, ValueError) as exc:
         return "trouble", f"HOSTRING_TUNING={wanted}: {exc}", {}, None
     near = _one_host(session)
-    table = default_table(tuner.rules, tuner.order, session.world_size, one_host=near or tuning is not None)
+    table = default_table(tuner.allowed, session.world_size, one_host=near or tuning is not None)
     if tuning is not None:
         return "table", tuning.source, _plain({**table, **tuning.table(tuner)}), tuning
     what = "measure" if wanted == "measure" else "table"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
 from hostring.cost import formulas
 from hostring.cost.network import ethernet
 from hostring.engine.choice import SEGMENT_NBYTES, WHOLE, Table, Threshold
-from hostring.topologies.rules import TUNED, Rules
+from hostring.topologies.rules import Way
 
 ONE_HOST_SEGMENT_NBYTES: Final = 1 << 20  # on one machine a switch between processes costs more than a cache miss
 ONE_HOST_NBYTES: Final = {3: 1 << 17, 4: 1 << 17}  # up to which one round beats two on one machine, by world size
@@ -17,15 +18,15 @@ _SMALL: Final = {"mesh": "one_shot", "ring": "relay"}  # the variants with the f
 _SIZES: Final = tuple(1 << k for k in range(6, 21))
 
 
-def default_table(rules: Rules, order: str, world_size: int, *, one_host: bool) -> Table:
+def default_table(allowed: Mapping[str, Sequence[Way]], world_size: int, *, one_host: bool) -> Table:
     """The links' own schedules, with fewer rounds for small messages.
 
     Args:
+        allowed: what may be used, by collective, the links' own first: see `Tuner`.
         one_host: all ranks are on one machine.
     """
     table: dict[str, list[Threshold]] = {}
-    for collective in TUNED:
-        ways = rules.allowed(collective, order, world_size)
+    for collective, ways in allowed.items():
         topology = ways[0][0]
         variants = [v for t, v in ways if t == topology]
         small = _SMALL.get(topology) if collective == "all_reduce" else None

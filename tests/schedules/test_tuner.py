@@ -120,7 +120,7 @@ def test_ranks_with_different_rules_refuse_each_other(run_ranks):
 def test_defaults_cover_every_size_with_what_is_allowed(order, world_size, one_host):
     for topology in ("auto", "ring", "star", *(["tree"] if order == "tree" else [])):
         rules = read_rules(topology, order)
-        table = default_table(rules, order, world_size, one_host=one_host)
+        table = default_table(Tuner(topology, order, world_size).allowed, world_size, one_host=one_host)
         assert set(table) == set(TUNED)
         for collective, thresholds in table.items():
             ends = [t.upto for t in thresholds]
@@ -131,7 +131,7 @@ def test_defaults_cover_every_size_with_what_is_allowed(order, world_size, one_h
 
 def by_default(world_size):
     tuner = Tuner("auto", "rank", world_size)
-    tuner.adopt(default_table(tuner.rules, "rank", world_size, one_host=True), "the defaults")
+    tuner.adopt(default_table(tuner.allowed, world_size, one_host=True), "the defaults")
     return tuner
 
 
