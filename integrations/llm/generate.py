@@ -111,7 +111,10 @@ def load_model(
         dtype: what this rank computes in: float32, float16 or bfloat16. Ranks may differ.
         device: what it computes on: "cpu", "cuda" (also ROCm), "cuda:1", "mps", "xpu", or "auto" for an accelerator
             if there is one (see `find_device`). Ranks may differ.
-        plan: who holds what. max_seq: positions of the KV cache. Both as in `sharded.build`.
+        plan: which part of the model each rank holds; balanced by default. Must be the same on all ranks.
+        max_seq: positions of the KV cache; by default what the model was trained for, but at most 4096.
+        replicate_embedding: every rank holds all embedding rows. Otherwise they are split too, at one more reduction per step.
+        hash_activations: keep a running sha256 of the reduced hidden states.
 
     Raises:
         ValueError: there is no such dtype or device (no weights were read then), or what `sharded.build` says.
