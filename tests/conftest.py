@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import ranks
+from two_hosts import Hosts
 
 # How long an example takes depends on the machine, not on what is tested.
 hypothesis.settings.register_profile("hostring", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -39,3 +42,23 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield
+
+
+@pytest.fixture
+def no_file_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No tuning that the user has saved is found."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("HOSTRING_TUNING", raising=False)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    """Two hosts joined by a cable."""
+    made = Hosts()
+    try:
+        made.up()
+    except (OSError, subprocess.SubprocessError) as exc:
+        made.down()
+        pytest.skip(f"no network namespaces here: {exc}")
+    yield made
+    made.down()

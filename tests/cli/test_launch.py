@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mpis import mpi
 
 from hostring.launch.ranks import launch
 from hostring.launch.restarts import Rejoining
@@ -217,14 +217,6 @@ def test_nothing_to_launch_is_refused() -> None:
         launch([], 2)
     with pytest.raises(ValueError, match="n=0: at least one rank"):
         launch(["x.py"], 0)
-
-
-MPI_HOME = Path(os.environ.get("PEERS_HOME", "~/.cache/hostring-peers")).expanduser()
-
-
-def mpi(folder: str, name: str) -> str | None:
-    path = MPI_HOME / folder / "bin" / name
-    return str(path) if path.exists() else shutil.which(name)
 
 
 @pytest.mark.parametrize(

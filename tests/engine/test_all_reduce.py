@@ -122,8 +122,6 @@ def test_large_mixed_contributions(run_ranks, topology, order):
 
 
 KINDS = [("float16", "torch"), ("bfloat16", "numpy"), ("float32", "torch")]
-
-
 TOPOLOGIES = ("mesh", "ring", "star")
 IN_PROCESSES = (0, 1, 577, 30_000)
 

@@ -18,8 +18,6 @@ from hostring.group.group import Group, connect
 from hostring.group.rendezvous import MemoryStore
 
 CONTRACT = {"order": "rank"}
-
-
 KINDS = ("data", "control", "p2p")
 
 

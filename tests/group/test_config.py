@@ -1,24 +1,18 @@
+"""Where the settings of a group come from: arguments, RING_CONFIG, variables."""
+
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from settings import chosen
 
-from hostring.group import environment as launchers
 from hostring.group.config import Config, from_environment
-from hostring.group.environment import expand_hosts, launched
 from hostring.group.ring_file import read_ring
-from hostring.store import job_file
-from hostring.transports import addresses
-from hostring.transports.addresses import Interface, choose, is_loopback, join_address, split_address
 
 SEED = {  # seed 004, the file of rank 1
     "master_ip": "192.168.77.1",
@@ -36,10 +30,6 @@ def ring_file(folder: Path, **changes: Any) -> str:
     path = folder / "ring.json"
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
     return str(path)
-
-
-def chosen(config: Config) -> tuple[object, ...]:
-    return config.rank, config.world_size, config.topology, config.order, config.transport, config.timeout
 
 
 def test_nothing_set_is_a_world_of_one() -> None:
@@ -112,131 +102,6 @@ def test_half_a_place_is_refused() -> None:
     assert from_environment(1, 2, store=store, environ={}) == Config(rank=1, world_size=2, store=store)
 
 
-def test_torchrun_brings_its_store() -> None:
-    environ = {
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "node0",
-        "MASTER_PORT": "29400",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": "job",
-        "TORCHELASTIC_RESTART_COUNT": "2",
-    }
-    config = from_environment(environ=environ)
-    assert from_environment(store="torch's", environ=environ).store_host == "node0", "it tells where to listen"
-    assert (config.rank, config.world_size, config.local_rank) == (3, 4, 1)
-    assert (config.store_host, config.store_port, config.torch_store, config.hosts_store) == (
-        "node0",
-        29400,
-        True,
-        False,
-    )
-    assert config.restarts == "job.2"
-    assert not from_environment(environ={**environ, "TORCHELASTIC_USE_AGENT_STORE": "False"}).torch_store
-
-
-def test_our_launcher_brings_its_store() -> None:
-    environ = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-        "HOSTRING_STORE": "[::1]:4567",
-    }
-    config = from_environment(environ=environ)
-    assert (config.store_host, config.store_port, config.hosts_store, config.torch_store) == ("::1", 4567, False, False)
-
-
-def test_open_mpi() -> None:
-    environ = {
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "PMIX_NAMESPACE": "prterun-host-5267@1",
-    }
-    config = from_environment(environ=environ)
-    assert (config.rank, config.world_size, config.local_rank, config.store_host) == (1, 2, 1, None)
-    assert config.job == from_environment(environ={**environ, "OMPI_COMM_WORLD_RANK": "0"}).job
-    assert config.job != from_environment(environ={**environ, "PMIX_NAMESPACE": "prterun-host-5268@1"}).job
-    across = from_environment(environ={**environ, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "node7"})
-    assert (across.store_host, across.store_port, across.job) == ("node7", 29500, None)
-
-
-def test_mpich() -> None:
-    environ = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-    config = from_environment(environ=environ)
-    assert (config.rank, config.world_size, config.local_rank) == (0, 2, 0)
-    assert config.job is not None
-    with pytest.raises(ValueError, match="MPICH says that this is rank 0 of 4"):
-        from_environment(environ={**environ, "PMI_SIZE": "4"})
-
-
-def test_a_wrapper_between_launcher_and_ranks_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = {10: ("bash", 20, "5"), 11: ("python", 20, "6"), 20: ("hydra_pmi_proxy", 30, "3"), 30: ("bash", 1, "1")}
-    monkeypatch.setattr(launchers, "_stat", lambda pid: processes[pid])
-    found = set()
-    for parent in (10, 11, 20):
-        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
-        found.add(launchers._launcher_process())
-    assert found == {"process-20-3"}
-    monkeypatch.setattr(os, "getppid", lambda: 30)
-    assert launchers._launcher_process() == "process-30-1"
-
-
-def test_slurm() -> None:
-    environ = {
-        "SLURM_PROCID": "5",
-        "SLURM_NTASKS": "8",
-        "SLURM_LOCALID": "1",
-        "SLURM_JOB_ID": "12345",
-        "SLURM_STEP_ID": "0",
-        "SLURM_NNODES": "4",
-        "SLURM_STEP_NODELIST": "gpu[09-11],login2",
-    }
-    config = from_environment(environ=environ)
-    assert (config.rank, config.world_size, config.local_rank, config.store_host) == (5, 8, 1, "gpu09")
-    assert 61440 <= config.store_port < 65536
-    assert config.store_port != from_environment(environ={**environ, "SLURM_STEP_ID": "1"}).store_port
-    assert from_environment(environ={**environ, "SLURM_NNODES": "1"}).store_host == "127.0.0.1"
-    by_hand = from_environment(environ={**environ, "MASTER_ADDR": "head", "MASTER_PORT": "7000"})
-    assert (by_hand.store_host, by_hand.store_port) == ("head", 7000)
-    assert launched({**environ, "PMI_RANK": "5", "PMI_SIZE": "8"}) == launched(environ)
-
-
-def test_the_batch_script_of_slurm_is_not_one_of_its_tasks() -> None:
-    environ = {
-        "SLURM_PROCID": "0",
-        "SLURM_NTASKS": "8",
-        "SLURM_JOB_ID": "1",
-        "ENVIRONMENT": "BATCH",
-        "SLURM_JOB_NODELIST": "a[1-8]",
-    }
-    assert from_environment(environ=environ).world_size == 1
-    assert from_environment(environ={**environ, "SLURM_STEP_ID": "0"}).world_size == 8
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        ("node1", ["node1"]),
-        ("a,b,c", ["a", "b", "c"]),
-        ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
-        ("r[1-2]n[08-09]x", ["r1n08x", "r1n09x", "r2n08x", "r2n09x"]),
-        ("tux[099-101]", ["tux099", "tux100", "tux101"]),
-    ],
-)
-def test_host_lists(names: str, expected: list[str]) -> None:
-    assert list(expand_hosts(names)) == expected
-
-
-def test_a_list_of_hosts_may_be_as_long_as_it_likes() -> None:
-    assert list(itertools.islice(expand_hosts("n[0-99999999]"), 2)) == ["n0", "n1"]
-    with pytest.raises(ValueError, match="'x-y' in a list of hosts"):
-        next(expand_hosts("n[x-y]"))
-
-
 def test_ring_config_exactly_as_in_the_seed(tmp_path: Path) -> None:
     config = from_environment(environ={"RING_CONFIG": ring_file(tmp_path), "RANK": "0", "WORLD_SIZE": "9"})
     assert (config.rank, config.world_size) == (1, 2)
@@ -304,125 +169,3 @@ def test_any_ring_config_is_read_or_refused(tmp_path_factory: pytest.TempPathFac
         return
     assert 0 <= rank < world_size
     assert 0 < ring.port < 65536
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("host:1", ("host", 1)),
-        ("10.0.0.1:65535", ("10.0.0.1", 65535)),
-        ("[::1]:29500", ("::1", 29500)),
-        ("[fe80::1%eth0]:2", ("fe80::1%eth0", 2)),
-        ("fe80::1%eth0", ("fe80::1%eth0", 7)),
-        ("::1", ("::1", 7)),
-        ("[::1]", ("::1", 7)),
-        ("host", ("host", 7)),
-    ],
-)
-def test_addresses_are_read(text: str, expected: tuple[str, int]) -> None:
-    assert split_address(text, 7) == expected
-    assert split_address(join_address(*expected)) == expected
-
-
-@pytest.mark.parametrize(
-    "text", ["", ":5", "[]:5", "host:", "host:x", "host:0", "host:65536", "[::1]5", "[::1", "host:²"]
-)
-def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not|names no"):
-        split_address(text)
-
-
-def test_loopback_in_all_its_forms() -> None:
-    assert all(
-        map(
-            is_loopback,
-            ["127.0.0.1", "127.0.1.1", "::1", "[::1]", "localhost", "LOCALHOST", "::ffff:127.0.0.1", "a.localhost"],
-        )
-    )
-    assert not any(map(is_loopback, ["10.0.0.1", "fd00::1", "fe80::1%lo", "myhost", "0.0.0.0"]))
-    assert addresses.resolve("localhost") == ["127.0.0.1", "::1"]
-    assert addresses.resolve("no-such-host.invalid") == []
-
-
-HOST = [
-    Interface("lo", "127.0.0.1"),
-    Interface("eth0", "10.0.0.5"),
-    Interface("eth1", "192.168.77.1"),
-    Interface("eth10", "172.16.0.1"),
-    Interface("docker0", "172.17.0.1"),
-    Interface("eth0", "fd00::5"),
-]
-
-
-@pytest.mark.parametrize(
-    ("spec", "hosts"),
-    [
-        ("eth1", ["192.168.77.1"]),
-        ("eth0", ["10.0.0.5", "fd00::5"]),
-        ("eth", ["10.0.0.5", "192.168.77.1", "172.16.0.1", "fd00::5"]),
-        ("eth1, eth0", ["192.168.77.1", "10.0.0.5", "fd00::5"]),
-        ("^lo,^docker", ["10.0.0.5", "192.168.77.1", "172.16.0.1", "fd00::5"]),
-        ("eth,^eth10", ["10.0.0.5", "192.168.77.1", "fd00::5"]),
-        ("192.168.0.0/16", ["192.168.77.1"]),
-        ("^172.16.0.0/12,^lo", ["10.0.0.5", "192.168.77.1", "fd00::5"]),
-        ("fd00::/8", ["fd00::5"]),
-        ("^nothing", [i.host for i in HOST]),
-    ],
-)
-def test_interfaces_are_included_and_excluded(spec: str, hosts: list[str]) -> None:
-    assert [i.host for i in choose(spec, HOST)] == hosts
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [("ib0", "'ib0' matches no interface.*eth0"), ("^lo,^eth,^docker", "leaves no"), ("1.2.3.4/99", "not a network")],
-)
-def test_interface_choices_that_leave_nothing_say_what_is_there(spec: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        choose(spec, HOST)
-
-
-def test_addresses_to_listen_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "interfaces", lambda: HOST)
-    assert addresses.hosts_to_bind(loopback=True, spec=None)[0] == "127.0.0.1"
-    by_route = addresses.hosts_to_bind(loopback=False, spec=None, first=["192.168.77.1"])
-    assert by_route == ["192.168.77.1", "10.0.0.5", "172.16.0.1", "fd00::5", "172.17.0.1"]
-    assert addresses.hosts_to_bind(loopback=False, spec=None, first=["127.0.1.1"])[0] == "10.0.0.5"
-    assert addresses.hosts_to_bind(loopback=True, spec="eth1") == ["192.168.77.1"]
-
-
-def test_this_hosts_interfaces_include_loopback() -> None:
-    assert "127.0.0.1" in [i.host for i in addresses.interfaces()]
-
-
-def test_the_meeting_file_is_for_this_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with pytest.raises(LookupError):
-        job_file.find("job")
-    path = job_file.publish("job", ("127.0.0.1", 5), b"secret")
-    assert job_file.find("job") == (("127.0.0.1", 5), b"secret")
-    assert os.stat(path).st_mode & 0o777 == 0o600
-    assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
-    assert os.listdir(os.path.dirname(path)) == ["job.json"]
-
-    Path(path).write_text("{")
-    with pytest.raises(LookupError, match="can't be read"):
-        job_file.find("job")
-    os.chmod(path, 0o644)
-    with pytest.raises(PermissionError, match="must belong to this user alone"):
-        job_file.find("job")
-    os.unlink(path)
-    os.symlink("/dev/null", path)
-    with pytest.raises(OSError, match=r"job\.json"):
-        job_file.find("job")
-    os.chmod(os.path.dirname(path), 0o777)
-    with pytest.raises(PermissionError, match="must belong to this user alone"):
-        job_file.publish("job", ("127.0.0.1", 5), b"secret")
-
-
-def test_importing_transports_under_the_bare_name_is_refused() -> None:
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", "import transports"], cwd=root, capture_output=True, text=True, timeout=60
-    )
-    assert "import hostring.transports, not transports" in done.stderr

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from oracle import bits, fold_in_order, rank_distinct
 from ranks import in_processes, in_threads, side_by_side, successes
-from test_shm import footprint
+from shm_links import footprint
 
 import hostring
 from hostring.group import listeners, peers

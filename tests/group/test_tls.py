@@ -137,7 +137,6 @@ def test_without_a_secret_there_is_no_key(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_plain_and_encrypted_ranks_refuse_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-
     monkeypatch.setenv("HOSTRING_SECRET", "between us")
     store = MemoryStore()
 

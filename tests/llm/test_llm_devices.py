@@ -1,58 +1,36 @@
-"""The model on accelerators, beside CPUs. A stand-in lives in a process of its own; `-m gpu` runs on a real one."""
+"""A decoder on accelerators computes what one on CPUs does, with few waits for the device."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
-import multiprocessing
-import os
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ranks import RankFailed, in_threads
+from ranks import in_threads
 
 import hostring
-from hostring.integrations.llm.checkpoint.weights import open_checkpoint
-from hostring.integrations.llm.demo.demo import generate
-from hostring.integrations.llm.demo.job import BUNDLED, Job, make_job
+from hostring.integrations.llm.demo.job import BUNDLED
 from hostring.integrations.llm.generate import load_model
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.devices import find_device, sums_wide
 from hostring.integrations.llm.model.qwen import Decoder
 from hostring.integrations.llm.model.sampling import local_candidates
 from hostring.integrations.llm.model.tensor_parallel import HiddenReducer, RowParallelLinear, gather_logits
-from hostring.integrations.llm.sharded import DTYPES, build, parallelize
+from hostring.integrations.llm.sharded import DTYPES, parallelize
 
 Rank = dict[str, Any]
+
+
 PROMPT, MORE = [5, 6, 7, 8, 9, 10, 11], [12, 13]
+
+
 # Each side rounds in its own order: see test_llm_model.py for f32, where the roundings of long sums mostly cancel.
 # In 16 bits both round what they add up, so that what is left are the last bits of some inputs.
 ROUNDINGS = {"float32": 40, "float16": 8, "bfloat16": 8}
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Callable[..., Any]]:
-    """Calls functions of this module where the stand-in is the accelerator."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        yield lambda fn, *args, **kwargs: pool.submit(_beside_a_stand_in, fn, args, kwargs).result(timeout=60)
-
-
-def _beside_a_stand_in(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    import fake_device
-
-    fake_device.install()
-    torch.set_num_threads(1)
-    try:
-        return fn(*args, **kwargs)
-    except RankFailed as exc:
-        raise AssertionError(str(exc)) from None  # which can be pickled
 
 
 def _refusals() -> list[str]:
@@ -254,146 +232,6 @@ def _cut_up() -> tuple[torch.Tensor, set[str]]:
 
 def test_a_decoder_in_memory_is_cut_up_onto_a_device_and_stays_where_it_is(worker: Callable[..., Any]) -> None:
     assert worker(_cut_up) == ("fake", {"cpu"})
-
-
-# ---------------------------------------------------------------------- which device
-
-
-def _chosen(name: str) -> str:
-    return str(find_device(name))
-
-
-def test_a_device_that_is_not_there_is_refused_before_weights_are_read(worker: Callable[..., Any]) -> None:
-    checkpoint = open_checkpoint(BUNDLED)
-    with hostring.init(0, 1) as comm:
-        refused = {
-            "cuda:99": "no device 'cuda:99' here",
-            "tpu": "'tpu' is unknown to torch",
-            "meta": "no device 'meta' here",
-        }
-        refused["cuda:256"] = "no device 'cuda:256' here"  # which torch takes for cuda:0
-        for name, words in refused.items():
-            with pytest.raises(ValueError, match=words) as refusal:
-                build(checkpoint, comm, device=name)
-            assert f"torch {torch.__version__} finds " in str(refusal.value)
-            with pytest.raises(ValueError, match=words):
-                load_model(BUNDLED, comm, device=name)
-    assert checkpoint.bytes_read == 0
-    assert find_device(torch.device("cpu")) == find_device("cpu") == torch.device("cpu")
-    with pytest.raises(
-        ValueError, match=r"no device 'fake:3' here; torch [^ ]+ finds cpu, fake:0: take one of these, or auto"
-    ):
-        worker(_chosen, "fake:3")
-    assert worker(_chosen, "auto") == "fake"
-
-
-def _shared_out(n_devices: int) -> list[str]:
-    fake, before = torch.fake, torch.fake.device_count  # type: ignore[attr-defined]
-    fake.device_count = lambda: n_devices
-    place = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update(place)
-    try:
-        return [str(find_device("auto", 0)), str(find_device("auto", 1)), str(find_device("auto"))]
-    finally:
-        fake.device_count = before
-        for name in place:
-            del os.environ[name]
-
-
-def test_the_ranks_of_a_host_share_its_accelerators_out(worker: Callable[..., Any]) -> None:
-    assert worker(_shared_out, 2) == ["fake:0", "fake:1", "fake:1"]
-    assert worker(_shared_out, 1) == ["fake", "fake", "fake"]
-
-
-def test_the_demo_refuses_a_device_before_a_rank_is_started(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from hostring.commands.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["hostring", "demo", "--device", "cpu,cuda:99"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr()
-    assert ended.value.code == 1
-    assert said.err.startswith("hostring: there is no device 'cuda:99' here")
-    assert "rank" not in said.out + said.err
-
-
-REST: dict[str, Any] = {
-    "prompts": (),
-    "max_tokens": 4,
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "seed": 0,
-    "controls": True,
-}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "dtypes", "devices", "expected"),
-    [
-        (None, None, None, ()),
-        (3, None, "cpu", ("cpu",) * 3),
-        (None, "f32", "cpu, mps,cuda", ("cpu", "mps", "cuda")),
-        (None, "f32,f16", "cuda:0,cuda:1", ("cuda:0", "cuda:1")),
-        (1, None, "xpu", ("xpu",)),
-    ],
-)
-def test_a_job_has_a_device_per_rank(
-    ranks: int | None, dtypes: str | None, devices: str | None, expected: tuple[str, ...]
-) -> None:
-    job = make_job(model=None, ranks=ranks, dtypes=dtypes, devices=devices, **REST)
-    assert job.devices == expected
-    assert not expected or job.ranks == len(expected)
-    assert Job.from_json(job.to_json()) == job
-
-
-def test_devices_that_are_too_few_are_named() -> None:
-    with pytest.raises(ValueError, match="2 devices for 3 ranks; name one for all, or one per rank"):
-        make_job(model=None, ranks=None, dtypes="f32,f16,f32", devices="cpu,mps", **REST)
-
-
-def _measured() -> tuple[dict[str, Any], str]:
-    """What `hostring generate` does on two ranks, one of which finds an accelerator by itself; and what it shows."""
-    job, shown = make_job(model=None, ranks=2, dtypes="f32", **REST), io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        figures = in_threads(2, lambda comm: generate(job, comm, device=("cpu", "auto")[comm.rank]))[0]
-    return figures, shown.getvalue()
-
-
-def test_every_rank_takes_its_own_device_and_the_figures_say_so(worker: Callable[..., Any]) -> None:
-    result, shown = worker(_measured)
-    assert result["faults"] == []
-    assert result["devices"] == [r["device"] for r in result["per_rank"]] == ["cpu", "fake"]
-    assert len(set(result["activation_sha256"])) == 1
-    alone = result["controls"]["one_rank"]
-    assert [(c["rank"], c["dtype"], c["device"], c["tokens"]) for c in alone] == [
-        (0, "float32", "cpu", result["tokens"]),
-        (1, "float32", "fake", result["tokens"]),
-    ]
-    assert shown.count("rank 1 float32 fake") == 3
-    assert "one rank alone in float32 cpu" in result["statement"]
-    assert "communication and waiting" not in result["statement"]  # an accelerator's computing is in its waiting
-
-
-def _command(figures: Path, *options: str) -> None:
-    from hostring.commands.cli import main
-
-    sys.argv = ["hostring", "generate", "--max-tokens", "2", "--no-stats", "--json", str(figures), *options]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        main()
-
-
-@pytest.mark.parametrize(("options", "device"), [((), "fake"), (("--device", "cpu"), "cpu")])
-def test_the_command_takes_the_accelerator_unless_told_otherwise(
-    options: tuple[str, ...], device: str, tmp_path: Path, worker: Callable[..., Any]
-) -> None:
-    worker(_command, tmp_path / "out.json", *options)
-    assert json.loads((tmp_path / "out.json").read_text())["devices"] == [device]
-
-
-# ---------------------------------------------------------------------- on a real one
 
 
 @pytest.mark.gpu

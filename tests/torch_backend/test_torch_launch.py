@@ -13,11 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
-from test_launch import mpi
-from test_two_hosts import Hosts, hosts
+from mpis import mpi
+from two_hosts import Hosts
 
 pytest.importorskip("torch")
-__all__ = ["hosts"]  # a fixture
 
 
 def environment(**extra: str) -> dict[str, str]:
