@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgpack
 
 from hostring.errors import HandshakeError, RendezvousError
 from hostring.store.client import StoreRefusedError, TcpStore
@@ -32,7 +34,20 @@ FIRST_NEWS, MORE_NEWS = 2.0, 10.0
 LAST_WORDS = 2.0
 """Seconds that rank 0 keeps the store up after a failed start, so that the others hear why."""
 
+ENDED = "launch/ended"
+"""Under this key a launcher says which of its ranks have ended, and how."""
+
 Inspect = Callable[[int, bytes], None]
+
+
+def tell_ended(store: Store, ended: Mapping[int, str]) -> None:
+    """Keep ranks from waiting for those that have ended.
+
+    Args:
+        store: where the ranks meet.
+        ended: how, in words, by rank: "exited with code 0".
+    """
+    store.set(ENDED, msgpack.packb({str(rank): how for rank, how in ended.items()}))
 
 
 class Progress:
@@ -182,7 +197,21 @@ class _Collecting:
             self.store.add(f"{self.base}/read", 1)
             raise HandshakeError(self.store.get(f"{self.base}/failed", 1.0).decode())
         if missing := self._missing():
+            self._check_ended(missing)
             self.progress.waits(f"for {names(missing)}{self._doubt()}", f"{len(self.found)} of {self.world_size} here")
+
+    def _check_ended(self, missing: Sequence[int]) -> None:
+        """Don't wait for a rank whose process has ended, as its launcher says."""
+        if not self.store.check([ENDED]):
+            return
+        ended = dict(msgpack.unpackb(self.store.get(ENDED, 1.0)))
+        for r in missing:
+            if str(r) in ended and not self.store.check([f"{self.base}/{r}"]):  # it may have come since we looked
+                raise RendezvousError(
+                    f"rank {self.rank} waits for rank {r}, which {ended[str(r)]} before it joined; "
+                    f"every rank must call hostring.init",
+                    r,
+                )
 
     def _doubt(self) -> str:
         if self.generation == 1:
