@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
 HOLD_S = 2.0  # how long a traceback of a rank that goes on is held back; it may not be complete before
+HOLD_OURS_S = 10.0  # the same for an error of hostring's: the rank that caused it may end later
 LAST_BYTES_S = 1.0  # how long to wait for the end of a stream that an ended rank's own children may hold open
 
 _TRACEBACKS: Final = (b"Traceback (most recent call last):", b"Fatal Python error: ")
@@ -43,12 +44,24 @@ class Output:
         with self._lock:
             return any(stream.last_line().startswith(_OURS) for stream in self._of(rank))
 
-    def release(self, rank: int | None = None, *, older_than: float = 0.0) -> None:
+    def causes(self) -> list[int]:
+        """Ranks with a traceback that is held back and is no error of hostring's, whether they have ended or not."""
+        with self._lock:
+            return [s.rank for s in self._of(None) if s.held and not s.last_line().startswith(_OURS)]
+
+    def release(self, rank: int | None = None) -> None:
         """Write what is held back: of `rank`, or of all ranks in turn."""
-        before = time.monotonic() - older_than
         with self._lock:
             for stream in self._of(rank):
-                if stream.held and stream.since <= before:
+                stream.release()
+
+    def release_late(self) -> None:
+        """Write what has been held back long enough."""
+        now = time.monotonic()
+        with self._lock:
+            for stream in self._of(None):
+                hold = HOLD_OURS_S if stream.last_line().startswith(_OURS) else HOLD_S
+                if stream.held and now - stream.since > hold:
                     stream.release()
 
     def close(self) -> None:

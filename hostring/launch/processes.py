@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hostring.launch.exits import exit_code, how_it_ended
-from hostring.launch.output import HOLD_S, Output
+from hostring.launch.output import Output
 from hostring.launch.restarts import Revival
 
 log = logging.getLogger("hostring")
@@ -114,7 +114,7 @@ class Processes:
 
     def _look(self) -> list[int | None]:
         """How each rank ended, None for those that run."""
-        self.output.release(older_than=HOLD_S)
+        self.output.release_late()
         codes = [rank.returncode() for rank in self.ranks]
         self._failures += [number for number, code in enumerate(codes) if code and number not in self._failures]
         return codes
@@ -138,16 +138,21 @@ class Processes:
         """Name the rank that failed first, print its traceback before the others', and end all."""
         until = time.monotonic() + self.last_words
         self._wait_all(until, lambda: self._culprit() is not None)
+        if self._culprit() is None and self.output.causes():  # it has printed its traceback, and ends slowly
+            self._wait_all(time.monotonic() + self.grace, lambda: self._culprit() is not None)
         number = self._culprit()
         codes = self._look()
-        if number is None:  # all say that another one failed
+        causes = self.output.causes()
+        first = causes if number is None else [number, *causes]
+        if number is None:  # all that have ended say that another one failed
             number = self._failures[0]
         code = codes[number] or 0
         others = sum(code is None for code in codes)
         stopping = f"; stopping the {others} that still run" if others else ""
         process = self.ranks[number].process
         log.warning("hostring: rank %d (process %d) %s%s", number, process.pid, how_it_ended(code), stopping)
-        self.output.release(number)
+        for cause in first:
+            self.output.release(cause)
         self._wait_all(until)
         self.end_all()
         return exit_code(code)

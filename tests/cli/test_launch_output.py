@@ -137,7 +137,7 @@ def test_a_line_without_its_end_appears_at_once_and_a_traceback_when_it_is_whole
     followed.says("Trace", until="100 %\n")
     followed.says("back (most recent call last):\n  File\nValueError: x\nmore\n", until="100 %\n")
     time.sleep(0.1)
-    followed.output.release(older_than=60.0)
+    followed.output.release_late()
     assert followed.shown.getvalue().endswith("100 %\n"), "it may not be complete"
     followed.output.release()
     assert followed.shown.getvalue().endswith("last):\n  File\nValueError: x\nmore\n")
