@@ -12,8 +12,9 @@ HOLD_S = 2.0  # how long a traceback of a rank that goes on is held back; it may
 HOLD_OURS_S = 10.0  # the same for an error of hostring's: the rank that caused it may end later
 LAST_BYTES_S = 1.0  # how long to wait for the end of a stream that an ended rank's own children may hold open
 
-_TRACEBACKS: Final = (b"Traceback (most recent call last):", b"Fatal Python error: ")
 _OURS: Final = b"hostring.errors."  # begins the last line of a rank that failed because another one did
+_BEGINNINGS: Final = (b"Traceback (most recent call last):", b"Fatal Python error: ", _OURS)
+"""How tracebacks begin. A cause that was told by another rank has no frames: its line is the first."""
 
 
 class Output:
@@ -69,7 +70,7 @@ class Output:
         for stream in list(self._streams):
             self._await(stream.rank)
         with self._lock:
-            for stream in sorted(self._streams, key=lambda s: s.rank):
+            for stream in sorted(self._streams, key=lambda s: (s.last_line().startswith(_OURS), s.rank)):
                 stream.release(rest=True)
 
     def _of(self, rank: int | None) -> list[_Stream]:
@@ -128,7 +129,7 @@ class _Stream:
         return unindented[-1] if unindented else b""
 
     def _line(self, line: bytes) -> None:
-        if self.holds and not self.held and line.lstrip(b" +|").startswith(_TRACEBACKS):
+        if self.holds and not self.held and line.lstrip(b" +|").startswith(_BEGINNINGS):
             self.since = time.monotonic()
             self.held.append(line)
         elif self.held:
@@ -138,7 +139,7 @@ class _Stream:
 
     def _may_begin_traceback(self) -> bool:
         text = self.rest.lstrip(b" +|")
-        return self.holds and any(words.startswith(text[: len(words)]) for words in _TRACEBACKS)
+        return self.holds and any(words.startswith(text[: len(words)]) for words in _BEGINNINGS)
 
     def _write(self, lines: list[bytes]) -> None:
         if self.target is None or not lines:

@@ -142,8 +142,7 @@ class Processes:
             self._wait_all(time.monotonic() + self.grace, lambda: self._culprit() is not None)
         number = self._culprit()
         codes = self._look()
-        causes = self.output.causes()
-        first = causes if number is None else [number, *causes]
+        first = self.output.causes() if number is None else [number]
         if number is None:  # all that have ended say that another one failed
             number = self._failures[0]
         code = codes[number] or 0
