@@ -26,12 +26,12 @@ import numpy as np
 
 from hostring.arrays.dtypes import MXINT8, PAYLOAD_CODES
 from hostring.engine import frames as wire
+from hostring.engine.binding import Buffers
 from hostring.engine.control import Control
 from hostring.engine.counters import Counters
 from hostring.engine.engine import Engine
 from hostring.engine.messenger import Messenger
 from hostring.engine.receiving import Pipe
-from hostring.engine.sending import Buffers
 from hostring.engine.session import Session
 from hostring.errors import HandshakeError, HostringError, PeerLostError
 from hostring.group import handshake, ring_file
@@ -167,7 +167,7 @@ def messages(data: bytes) -> None:
     messenger = Messenger(0, {1: Feed(data)}, Control(0, {}), Counters({}), 7)
     into = np.zeros(3, np.float32)
     work = messenger.recv(into, 1, 5, 1.0, into, None)
-    messenger._pass()
+    messenger._traffic.move()
     if (error := work.exception()) is not None and not isinstance(error, HostringError):
         raise error
 
@@ -181,7 +181,12 @@ def good_control() -> list[bytes]:
     bodies = [
         {"what": "abort", "kind": "PeerLostError", "message": "connection closed", "rank": 2},
         {"what": "probe"},
-        {"what": "state", "waits_for": 2, "seq": 4, "words": "all_reduce #4"},
+        {
+            "what": "state",
+            "waits_for": 2,
+            "seq": 4,
+            "header": bytes(wire.Call("barrier", None, 0, "rank", 0).header(0, 0, 0, 0)),
+        },
         {"what": "farewell"},
     ]
     packed = [msgpack.packb(body) for body in bodies]

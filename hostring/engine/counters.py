@@ -43,7 +43,7 @@ class Counters:
     def harvest(self, programs: Iterable[Program] | None = None) -> None:
         """Turn the run counts of `programs` into traffic. Done when asked, so that a run costs one increment."""
         for program in list(self.programs if programs is None else programs):
-            for peer, (a, b, c, d) in program.moved().items():
+            for peer, (a, b, c, d) in program.binding.moved().items():
                 self.add(peer, a, b, c, d)
 
     def add(

@@ -1,4 +1,4 @@
-"""Messages on the link to one rank: cut to what it takes at a time, and put together from what it brings."""
+"""Messages on the link to one rank: sent piece by piece, and put together from the pieces that come."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections import deque
 import numpy as np
 
 from hostring.arrays.dtypes import CODES, DTYPES, Array
+from hostring.engine.binding import flat
 from hostring.engine.counters import Counters
 from hostring.engine.frames import HEADER_BYTES, KIND_MESSAGE, Header, decode, message_header
 from hostring.engine.matching import Matching, MessageWork
+from hostring.engine.unsent import Unsent
 from hostring.errors import PeerLostError, ProtocolError
 from hostring.transports.link import Link
 
@@ -19,14 +21,14 @@ class MessageLink:
     """What is on its way to and from one rank. Never waits; one thread at a time may be in here.
 
     Attributes:
-        outgoing: what the link has not taken yet, and the send that it belongs to.
-        incoming: the receive that the message under way belongs to, when there is one and it is known.
+        outgoing: what the link has not taken yet, and the send to which it belongs.
+        incoming: the receive that gets the message under way, if one was posted before it began.
         lost: why nothing moves any more.
     """
 
     def __init__(self, rank: int, link: Link, matching: Matching, counters: Counters, epoch: int) -> None:
         self.rank = rank
-        self.outgoing: deque[tuple[list[memoryview], MessageWork]] = deque()
+        self.outgoing: deque[tuple[Unsent, MessageWork]] = deque()
         self.incoming: MessageWork | None = None
         self.lost: PeerLostError | None = None
         self._link, self._matching, self._counters, self._epoch = link, matching, counters, epoch
@@ -45,7 +47,7 @@ class MessageLink:
         """Put a flat array behind what is to be sent."""
         header = message_header(work.tag, self._sent, data.size, CODES[data.dtype], data.nbytes, self._epoch)
         self._sent += 1
-        self.outgoing.append(([memoryview(header), _bytes(data)], work))
+        self.outgoing.append((Unsent((header, data)), work))
         self._counters.add(self.rank, 1, data.nbytes, 0, 0)
 
     def move(self) -> bool:
@@ -56,15 +58,13 @@ class MessageLink:
         """The half of `move` that sends."""
         progress = False
         while self.outgoing:
-            buffers, work = self.outgoing[0]
-            taken = self._link.send(buffers)
+            left, work = self.outgoing[0]
+            taken = self._link.send(left.buffers)
             if not taken:
                 break
             progress = True
-            while buffers and taken >= len(buffers[0]):
-                taken -= len(buffers.pop(0))
-            if buffers:
-                buffers[0] = buffers[0][taken:]
+            left.drop(taken)
+            if left.buffers:
                 continue
             self.outgoing.popleft()
             work.owner = None
@@ -108,7 +108,7 @@ class MessageLink:
             self._side, self._body = None, _bytes(work.into)
         else:
             try:
-                self._side = np.empty(header.n_elements, dtype)  # takes memory only as bytes come
+                self._side = np.empty(header.n_elements, dtype)  # the system gives memory only as bytes come
             except (MemoryError, ValueError):
                 what = f"a message of {header.payload_nbytes} bytes, for which there is no memory"
                 raise ProtocolError(f"rank {rank} announced {what}", rank) from None
@@ -127,4 +127,4 @@ class MessageLink:
 
 
 def _bytes(array: Array) -> memoryview:
-    return array.view(np.uint8).data if array.size else memoryview(b"")
+    return flat(array).view(np.uint8).data if array.size else memoryview(b"")

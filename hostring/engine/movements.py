@@ -15,9 +15,9 @@ from hostring.arrays.adapter import Adapter
 from hostring.arrays.dtypes import BY_NAME, CARRIERS, Array, carrier
 from hostring.arrays.staging import ADAPTERS, adapter_for
 from hostring.engine.arguments import check_out, check_rank, gathered, rows_of, scattered
+from hostring.engine.binding import Buffers
 from hostring.engine.counters import STAGE
 from hostring.engine.memory import NOTHING
-from hostring.engine.sending import Buffers
 from hostring.engine.session import Session
 from hostring.errors import CollectiveMismatch, HostringError
 

@@ -9,11 +9,12 @@ from typing import Any, Final
 
 from hostring.arrays.dtypes import CODES, COMPLEX_KIND, FLOAT32, FLOAT_KIND, DType, kind_code, unit_of, wire_dtype
 from hostring.arrays.fold import fold_functions, narrow_sum
+from hostring.engine.binding import SideMemory
 from hostring.engine.choice import Choice, Tuner
 from hostring.engine.counters import Counters
 from hostring.engine.frames import Call
 from hostring.engine.program import Program, scratch_layout
-from hostring.engine.receiving import Pipe, Sides
+from hostring.engine.receiving import Pipe
 from hostring.topologies import TOPOLOGIES, collectives
 from hostring.topologies.routes import Place
 from hostring.topologies.schedule import Schedule
@@ -48,8 +49,8 @@ class Planner:
         self.programs: dict[Any, Program] = {}
         self._wide: set[Any] = set()  # of the same keys: what can't be narrow
         self._scratch = bytearray()
-        self._sides = Sides()
-        self._results = Sides() if wire == "float32" else None
+        self._sides = SideMemory()
+        self._results = SideMemory() if wire == "float32" else None
         self._unit = unit_of(wire)
 
     @property

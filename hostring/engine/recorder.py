@@ -14,14 +14,16 @@ from typing import Any, Final
 
 from hostring.arrays.dtypes import NAMES
 from hostring.engine.frames import Call
+from hostring.topologies import schedule_name
 
 log = logging.getLogger("hostring")
 
 KEPT: Final = 1000
 _EPOCH: Final = time.time() - perf_counter()  # what turns a perf_counter time into one that other machines know
 
-Entry = tuple[tuple[Call, str], int, float, float, float, float, int]
-"""What it was (see `Program.subject`), seq, started, ended, seconds of waiting and of folding, the rank that was waited for."""
+Entry = tuple[tuple[Call, str], int, float, float, float, float, int, tuple[int, int]]
+"""What it was (see `Program.subject`), seq, started, ended, seconds of waiting and of folding, the rank that was waited for,
+payload bytes sent and received."""
 
 
 class Recorder:
@@ -82,14 +84,16 @@ class Recorder:
 
 
 def _row(entry: Entry) -> dict[str, Any]:
-    (call, dtype), seq, started, ended, waiting, folding, waited_for = entry
+    (call, dtype), seq, started, ended, waiting, folding, waited_for, (sent, received) = entry
     return {
         "seq": seq,
         "collective": call.collective,
         "op": call.op,
         "n_elements": call.n_elements,
         "dtype": NAMES[call.kind] if call.kind < len(NAMES) else dtype,
-        "schedule": call.schedule,
+        "schedule": schedule_name(call.schedule),
+        "sent": sent,
+        "received": received,
         "started": _EPOCH + started,
         "seconds": ended - started,
         "wait": waiting,

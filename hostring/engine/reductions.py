@@ -27,10 +27,10 @@ from hostring.arrays.dtypes import (
 from hostring.arrays.fold import divide
 from hostring.arrays.staging import ADAPTERS, adapter_for
 from hostring.engine.arguments import check_out, check_rank, check_reduction, rows_of
+from hostring.engine.binding import Buffers
 from hostring.engine.counters import STAGE
 from hostring.engine.memory import NOTHING
 from hostring.engine.program import Direct, Program
-from hostring.engine.sending import Buffers
 from hostring.engine.session import Session
 from hostring.topologies.schedule import offsets
 

@@ -9,8 +9,10 @@ from typing import Any, Final
 
 from hostring.arrays.dtypes import FLOAT32, WIRES, DType
 from hostring.engine import fork
+from hostring.engine.binding import Buffers
+from hostring.engine.causes import fresh_copy
 from hostring.engine.choice import Tuner
-from hostring.engine.control import Control, again
+from hostring.engine.control import Control
 from hostring.engine.counters import STAGE, Counters
 from hostring.engine.engine import Engine
 from hostring.engine.frames import numbered
@@ -20,7 +22,7 @@ from hostring.engine.planner import Planner
 from hostring.engine.program import Program
 from hostring.engine.receiving import Pipe
 from hostring.engine.recorder import Recorder
-from hostring.engine.sending import Buffers
+from hostring.engine.waits import Waiting
 from hostring.engine.work import Turns
 from hostring.errors import GroupClosedError, HostringError, PeerLostError
 from hostring.group.group import Group
@@ -114,7 +116,7 @@ class Session:
     def check_alive(self) -> None:
         """Raises: HostringError, when the group has failed or was closed."""
         if self.control.cause is not None:
-            raise again(self.control.cause)
+            raise fresh_copy(self.control.cause)
         if self.closed is not None:
             raise GroupClosedError(f"rank {self.rank} has {self.closed} this group; make a new one with hostring.init")
 
@@ -123,7 +125,8 @@ class Session:
         if self.closed is not None and self.control.cause is None:
             return GroupClosedError(f"rank {self.rank} has {self.closed} this group while a call was under way")
         if isinstance(exc, HostringError):
-            cause = self.control.settle(exc)
+            call = None if program is None else Waiting(-1, program.call.collective, program.call, self.seq)
+            cause = self.control.settle(exc, call)
             if cause is exc and isinstance(exc, PeerLostError) and exc.rank is not None and program is not None:
                 cause = PeerLostError(exc.rank, f"{exc.reason}, in {program.call.collective} {numbered(self.seq)}")
         else:
@@ -132,9 +135,9 @@ class Session:
         self.messenger.abort(cause)
         if program is not None:
             culprit = -1 if cause.rank is None else cause.rank
-            self.recorder.record((program.subject, self.seq, started, perf_counter(), 0.0, 0.0, culprit))
+            self.recorder.record((program.subject, self.seq, started, perf_counter(), 0.0, 0.0, culprit, (0, 0)))
         self.recorder.dump(str(cause))
-        return again(cause) if isinstance(exc, HostringError) else exc
+        return fresh_copy(cause) if isinstance(exc, HostringError) else exc
 
     def start_counting(self) -> None:
         """Number the calls from 0, and forget what was counted so far."""

@@ -95,3 +95,12 @@ def check_order(topology: str, order: str) -> None:
             f"order={order!r} can't be held by topology={topology!r}; "
             f"use order={' or '.join(map(repr, held))}, or topology {', '.join(able)}"
         )
+
+
+def schedule_name(code: int) -> str:
+    """The name of a schedule from its number in frames: "mesh/one_shot"; of another collective's, "mesh"."""
+    topology = next((t for t in TOPOLOGIES.values() if t.code == code >> 8), None)
+    if topology is None:
+        return f"schedule {code}"
+    variant = next((name for name, v in topology.variants.items() if v.code == code & 255), None)
+    return topology.name if variant is None else f"{topology.name}/{variant}"

@@ -15,10 +15,10 @@ from typing import Final, TypeAlias
 import msgpack
 import numpy as np
 
+from hostring.engine.binding import Buffers
 from hostring.engine.choice import Choice, Table, Threshold
 from hostring.engine.frames import START_SEQ
 from hostring.engine.movements import Movements
-from hostring.engine.sending import Buffers
 from hostring.engine.session import Session
 from hostring.errors import HostringError
 from hostring.group.group import Group

@@ -11,8 +11,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from hostring.cost.network import UNLIMITED, Host, Line, Network
+from hostring.engine.binding import Buffers
 from hostring.engine.movements import Movements
-from hostring.engine.sending import Buffers
 from hostring.engine.session import Session
 from hostring.topologies.routes import Builder
 from hostring.topologies.schedule import DATA, Range, Schedule

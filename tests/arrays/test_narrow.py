@@ -79,7 +79,7 @@ def test_all_reduce_in_one_piece_and_in_segments(run_ranks, dtype, n_elements, t
             x = as_torch(contributions[comm.rank], dtype)
             comm.all_reduce(x)
             results.append(as_numpy(x))
-        narrow = [p for p in comm.session.planner.programs.values() if p.narrow]
+        narrow = [p for p in comm.session.planner.programs.values() if p.carried is not None]
         return results, len(narrow), comm.counters.payload_sent
 
     for results, n_narrow, sent in run_ranks(2, calls, transport=transport):
@@ -149,7 +149,11 @@ def test_only_sums_of_two_are_narrow(run_ranks):
         comm.all_reduce(torch.ones(64, dtype=torch.bfloat16), "avg")
         maximum = comm.all_reduce(torch.full((64,), float(comm.rank), dtype=torch.bfloat16), "max")
         total = comm.all_reduce(torch.full((64,), float(comm.rank + 1), dtype=torch.bfloat16))
-        return [p.narrow for p in comm.session.planner.programs.values()], float(maximum[0]), float(total[0])
+        return (
+            [p.carried is not None for p in comm.session.planner.programs.values()],
+            float(maximum[0]),
+            float(total[0]),
+        )
 
     for world_size, some in ((2, True), (3, False)):
         for narrow, maximum, total in run_ranks(world_size, calls):

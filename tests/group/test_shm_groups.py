@@ -309,7 +309,7 @@ def test_ranks_that_sleep_are_woken() -> None:
 
 
 def asleep(comm: hostring.Comm) -> Any:
-    comm.session.engine.spins = 0
-    return comm.session.engine.spins, [
+    comm.session.engine.patience.spins = 0
+    return comm.session.engine.patience.spins, [
         float(comm.all_reduce(np.full(1, k + comm.rank, np.float32))[0]) for k in range(300)
     ]
