@@ -4,7 +4,7 @@
     hostring launch -n 2 examples/train_tiny.py --text kjv.txt --out tiny --minutes 25
 
 Every rank draws its own windows of the text; one all_reduce per step averages the gradients, the loss and the clock. All
-ranks get the same bits, so their weights stay equal without ever being sent; the hashes at the end prove it.
+ranks get the same bits, so their weights stay equal although no rank sends its weights. The hashes at the end show it.
 """
 
 from __future__ import annotations
