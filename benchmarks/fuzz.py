@@ -37,8 +37,7 @@ from hostring.errors import HandshakeError, HostringError, PeerLostError
 from hostring.group import handshake, ring_file
 from hostring.group.group import Group
 from hostring.group.handshake import RefusedError
-from hostring.group.peer_info import Member, this_member
-from hostring.group.roster import Entry
+from hostring.group.peer_info import Entry, PeerInfo, this_peer
 from hostring.launch.cluster import Token
 from hostring.store import protocol as message
 from hostring.store.client import StoreRefusedError, _Connection
@@ -107,7 +106,7 @@ class Feed:
 
 @functools.cache
 def hello(rank: int = 1) -> handshake.Hello:
-    return handshake.Hello(b"g" * 16, bytes([rank]) * 16, 7, 3, rank, "data", {"order": "rank"}, this_member([]))
+    return handshake.Hello(b"g" * 16, bytes([rank]) * 16, 3, rank, "data", {"order": "rank"}, this_peer([]))
 
 
 def greet(data: bytes) -> None:
@@ -136,7 +135,7 @@ def _alone(data: bytes) -> tuple[Engine, Any]:
     """An engine, and the planner of rank 0 of two, on whose link `data` comes."""
     pipes = {1: Pipe(Feed(data))}
     counters = Counters(pipes)
-    group = Group(0, 2, "fuzz", 7, SECRET, members=[None, None])
+    group = Group(0, 2, "fuzz", 7, SECRET, peer_infos=[None, None])
     group.data = {1: Feed(data)}
     session = Session(group, topology="mesh", order="rank", wire="float32", timeout=1.0)
     return session.engine, (session, counters)
@@ -199,7 +198,7 @@ def entry(data: bytes) -> None:
 
 
 def member(data: bytes) -> None:
-    Member.from_wire(message.unpack(data))
+    PeerInfo.from_dict(message.unpack(data))
 
 
 class _Answers:
@@ -294,7 +293,7 @@ def good_models() -> tuple[list[bytes], list[bytes]]:
 def targets() -> list[Target]:
     """All of them. Model files need the extra `llm`."""
     first = hello().to_bytes(b"n" * 16)
-    me = this_member([("10.0.0.1", 5), ("fe80::1%eth0", 6)])
+    me = this_peer([("10.0.0.1", 5), ("fe80::1%eth0", 6)])
     published = Entry(1, 3, b"n" * 16, "tcp", {"order": "rank"}, me).to_bytes()
     greeting = message.framed(message.pack({"hostring": "store 1", "server": b"s" * 16, "nonce": b"n" * 16}, 999))
     answer = message.framed(message.pack([5, True, b"value"], 999))
@@ -312,7 +311,7 @@ def targets() -> list[Target]:
         Target("messages", [p2p, p2p + p2p], messages, (HostringError,), share=1),
         Target("control", good_control(), control, share=2),
         Target("entry", [published], entry, (HandshakeError,), share=3),
-        Target("member", [message.pack(me.to_wire(), 4096)], member, (ValueError,), share=3),
+        Target("peer info", [message.pack(me.to_dict(), 4096)], member, (ValueError,), share=3),
         Target(
             "store answers",
             [answer, greeting + answer, greeting],

@@ -29,7 +29,7 @@ import numpy as np
 
 import hostring
 from hostring.store.server import StoreServer
-from hostring.transports.addresses import listen
+from hostring.transports.tcp import listen_at
 
 SPARED = 1
 HANG_SECONDS = 150.0  # more than any wait that has an end
@@ -279,7 +279,7 @@ class Soak:
             file.write(bytes(64 + ranks * _ROW.size))
         self.board = Board(self.board_path, ranks)
         self.secret = secrets.token_hex(16)
-        self.server = StoreServer([listen("127.0.0.1", 0)], self.secret.encode())
+        self.server = StoreServer([listen_at("127.0.0.1", 0)], self.secret.encode())
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.kills = self.rejoins = self.restarts = self.wrong = self.hangs = 0
         self.before = [0] * ranks  # operations of a rank's earlier lives

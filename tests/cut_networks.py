@@ -11,7 +11,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 
-from hostring.transports.addresses import listen
+from hostring.transports.tcp import listen_at
 
 
 def ip(*args: str, batch: str | None = None) -> None:
@@ -84,7 +84,7 @@ def listening_in(name: str) -> socket.socket:
 
     def body() -> None:
         enter(name, culprit=False)
-        made.append(listen("198.18.0.1", 0))
+        made.append(listen_at("198.18.0.1", 0))
 
     thread = threading.Thread(target=body)
     thread.start()

@@ -21,8 +21,9 @@ from typing import Any
 
 from hostring.comm import Comm
 from hostring.engine.frames import HEADER_BYTES, MAGIC
-from hostring.group import dialing as wiring
+from hostring.group import greeting
 from hostring.group.config import from_environment
+from hostring.group.connecting import Connecting
 from hostring.group.contract import contract, neighbours
 from hostring.group.group import connect
 from hostring.store import streams
@@ -208,16 +209,16 @@ def bad_hello(fault: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hellos_spoiled() -> Iterator[None]:
-    """Lets `bad_hello` work: puts itself between the wiring and its sockets."""
-    send, read, run, main = wiring.send, streams._exactly, wiring.Wiring.run, wiring.Wiring._main
+    """Lets `bad_hello` work: puts itself between the hellos and their sockets."""
+    send, read, run, main = greeting.send, streams._exactly, Connecting.run, Connecting.main
 
-    def bad_run(self: Any) -> Any:
+    def bad_run(self: Any, *until: Any) -> None:
         self.fault = getattr(_starting, "fault", None)
-        return run(self)
+        run(self, *until)
 
-    async def bad_main(self: Any, stop: Any) -> None:
-        _greeting.wiring, _greeting.fault = self, self.fault
-        await main(self, stop)
+    async def bad_main(self: Any, *until: Any) -> None:
+        _greeting.greeted, _greeting.fault = self.greeted, self.fault
+        await main(self, *until)
 
     async def bad_send(sock: socket.socket, data: bytes) -> None:
         fault: Fault | None = getattr(_greeting, "fault", None)
@@ -233,11 +234,11 @@ def hellos_spoiled() -> Iterator[None]:
             data += await read(sock, 20)
         return data + await read(sock, nbytes - len(data))
 
-    wiring.send, streams._exactly, wiring.Wiring.run, wiring.Wiring._main = bad_send, bad_read, bad_run, bad_main  # type: ignore[method-assign]
+    greeting.send, streams._exactly, Connecting.run, Connecting.main = bad_send, bad_read, bad_run, bad_main  # type: ignore[method-assign]
     try:
         yield
     finally:
-        wiring.send, streams._exactly, wiring.Wiring.run, wiring.Wiring._main = send, read, run, main  # type: ignore[method-assign]
+        greeting.send, streams._exactly, Connecting.run, Connecting.main = send, read, run, main  # type: ignore[method-assign]
 
 
 async def _spoil_hello(fault: Fault, sock: socket.socket, message: bytes) -> bool:
@@ -258,7 +259,7 @@ async def _spoil_hello(fault: Fault, sock: socket.socket, message: bytes) -> boo
         await loop.sock_sendall(sock, message[:30])
     if fault.name == "reset":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
-    _greeting.wiring._fail(Vanished())
+    _greeting.greeted.fail(Vanished())
     await asyncio.sleep(60)
     return False
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import hostring
-from hostring.group.rendezvous import MemoryStore
+from hostring.rendezvous import MemoryStore
 
 DEADLINE_S = 60.0  # for all ranks together
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import socket
-import struct
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 Address = tuple[str, int]
-"""(host, port); an IPv6 host may end in "%scope"."""
+"""(host, port); an IPv6 host may end in "%scope".
 
-_SIOCGIFCONF = 0x8912
+A host that starts with "/" is the path of a UNIX socket, one that starts with "@" the name of a UNIX socket without a file.
+"""
+
+_IFF_UP = 1
+MAX_HOSTS = 16
+"""Addresses that a rank offers."""
+
 _OFTEN_LOCAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc", "tap")
 """Interfaces whose addresses other hosts often have too, or can't reach: offered last."""
 
@@ -26,7 +31,7 @@ class Interface:
     host: str
 
 
-def split_address(text: str, port: int | None = None) -> tuple[str, int]:
+def split_address(text: str, port: int | None = None) -> Address:
     """Read "host:port", "[v6]:port", "host", "[v6]" or a bare IPv6 address; scope ids stay in the host.
 
     Args:
@@ -86,8 +91,10 @@ def is_loopback(host: str) -> bool:
 
 def is_here(host: str) -> bool:
     """Whether `host` is an address of this host."""
+    if is_loopback(host):
+        return True
     own = {i.host for i in interfaces()}
-    return is_loopback(host) or any(found in own or is_loopback(found) for found in resolve(host))
+    return any(found in own or is_loopback(found) for found in resolve(host))
 
 
 def resolve(host: str) -> list[str]:
@@ -110,10 +117,20 @@ def resolve(host: str) -> list[str]:
 
 def interfaces() -> list[Interface]:
     """Addresses of the interfaces that are up, IPv4 first."""
-    found = [*_ipv4(), *_ipv6()]
-    if not found:  # a system without either table: what its own name resolves to
-        found = [Interface("", host) for host in resolve(socket.gethostname())]
-    return found
+    import ifaddr  # takes 0.1 s, since it looks for the C library, and loopback needs none of this
+
+    ipv4, ipv6 = [], []
+    for adapter in ifaddr.get_adapters():
+        name = adapter.nice_name.partition(":")[0]  # Linux calls a second address of eth0 "eth0:1"
+        if not _is_up(name):
+            continue
+        for ip in adapter.ips:
+            if isinstance(ip.ip, str):
+                ipv4.append(Interface(name, ip.ip))
+            else:
+                host = ip.ip[0]
+                ipv6.append(Interface(name, f"{host}%{name}" if host.startswith("fe80") else host))
+    return [*ipv4, *ipv6] or [Interface("", host) for host in resolve(socket.gethostname())]
 
 
 def choose(spec: str, there: Sequence[Interface]) -> list[Interface]:
@@ -166,37 +183,18 @@ def hosts_to_bind(*, loopback: bool, spec: str | None, first: Sequence[str] = ()
         first: addresses of this host that are known to lead to the others, for example that of the socket which reached
             the rendezvous.
     """
+    if loopback and not spec:
+        return ["127.0.0.1", *(["::1"] if has_ipv6_loopback() else [])]
     there = interfaces()
     if spec:
         hosts = [i.host for i in choose(spec, there)]
-    elif loopback:
-        return ["127.0.0.1", *(["::1"] if has_ipv6_loopback() else [])]
     else:
         outward = [i for i in there if not is_loopback(i.host)]
         outward.sort(key=lambda i: (i.name.startswith(_OFTEN_LOCAL), "%" in i.host))
         known = {i.host for i in there}
         hosts = [h for h in first if not is_loopback(h) and (h in known or not known)] + [i.host for i in outward]
     ordered = [h for h in first if h in hosts] + hosts
-    return list(dict.fromkeys(ordered))[:16] or ["127.0.0.1"]
-
-
-def listen(host: str, port: int, backlog: int = 1024) -> socket.socket:
-    """A non-blocking listening socket on one numeric address ("::" takes IPv4 as well); port 0 picks a free one."""
-    bare, _, scope = host.partition("%")
-    family = socket.AF_INET6 if ":" in bare else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if sys.platform != "win32":  # there it would let a second process take the port
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if bare == "::" else 1)
-        sock.bind((bare, port, 0, scope_id(scope)) if family == socket.AF_INET6 else (bare, port))
-        sock.listen(backlog)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    return list(dict.fromkeys(ordered))[:MAX_HOSTS] or ["127.0.0.1"]
 
 
 def scope_id(scope: str) -> int:
@@ -204,6 +202,11 @@ def scope_id(scope: str) -> int:
     if not scope:
         return 0
     return int(scope) if scope.isdigit() else socket.if_nametoindex(scope)
+
+
+def beside(port: int) -> str:
+    """The name of the UNIX socket beside a TCP listener; one that nobody can guess when the port is 0."""
+    return f"@hostring-{port or os.urandom(8).hex()}"
 
 
 def own_host(sock: socket.socket) -> str:
@@ -241,39 +244,10 @@ def route_to(host: str) -> str | None:
     return None
 
 
-def _ipv4() -> list[Interface]:
-    if sys.platform != "linux":
-        return []
-    import array
-    import fcntl
-
-    entry = struct.calcsize("16sH2x4s16x")
-    room = array.array("B", bytes(entry * 256))
-    address, _ = room.buffer_info()
+def _is_up(name: str) -> bool:
+    """Whether an interface is up, as far as the system tells: ifaddr lists the addresses of those that are down too."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            answer = fcntl.ioctl(sock.fileno(), _SIOCGIFCONF, struct.pack("iP", len(room), address))
-    except OSError:
-        return []
-    nbytes = struct.unpack("iP", answer)[0]
-    table = room.tobytes()
-    found = []
-    for at in range(0, nbytes, entry):
-        name, _, host = struct.unpack_from("16sH2x4s16x", table, at)
-        found.append(Interface(name.split(b"\0")[0].decode().split(":")[0], socket.inet_ntoa(host)))
-    return found
-
-
-def _ipv6() -> list[Interface]:
-    found = []
-    try:
-        with open("/proc/net/if_inet6", encoding="ascii") as file:
-            for line in file:
-                digits, _, _, _, flags, name = line.split()
-                if int(flags, 16) & 0x48:  # duplicate, or not yet known not to be one (tentative)
-                    continue
-                host = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-                found.append(Interface(name, f"{host}%{name}" if host.startswith("fe80") else host))
+        with open(f"/sys/class/net/{name}/flags", encoding="ascii") as file:
+            return bool(int(file.read(), 16) & _IFF_UP)
     except (OSError, ValueError):
-        return []
-    return found
+        return True

@@ -12,6 +12,10 @@ Buffer: TypeAlias = Any
 """Contiguous memory: bytes, bytearray, memoryview, or a numpy array, which typing can't call a buffer before Python 3.12."""
 
 
+LinkKey = tuple[int, str]
+"""(peer, kind) of a link."""
+
+
 class Link(Protocol):
     """One end of a byte stream to rank `peer`. After an error it is dead and is never reused."""
 

@@ -1,4 +1,6 @@
-"""A mapping of shared memory: one page of words, then a ring of bytes for each direction. It has no name that could outlive its users.
+"""A mapping of shared memory: one page of words, then a ring of bytes for each direction.
+
+It has no name that could outlive its users.
 
 A word has 8 bytes and one writer, and a cache line of its own, or rather two, since CPUs fetch them in pairs.
 """

@@ -6,17 +6,20 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from collections.abc import Hashable, Sequence
 
-from hostring.errors import PeerLostError
-from hostring.transports.link import Buffer
+from hostring.errors import PeerLostError, RendezvousError
+from hostring.transports.addresses import Address
+from hostring.transports.link import Buffer, LinkKey
+from hostring.transports.registry import Listener, Met
 
-CAPACITY = 1 << 20
-"""Bytes in flight per direction before `send` takes no more, so that back pressure is as real as on a socket."""
+CAPACITY_BYTES = 1 << 20
+"""In flight per direction before `send` takes no more, so that back pressure is as real as on a socket."""
 
 
 class _Stream:
-    """One direction. Only the writer changes `written` and `ended`, only the reader changes `read`, so neither needs a lock."""
+    """One direction. Only the writer changes `written` and `ended`, only the reader changes `read`: no lock is needed."""
 
     __slots__ = (
         "broken",
@@ -157,7 +160,7 @@ def _flat(buffer: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def pair(a: int, b: int, capacity: int = CAPACITY) -> tuple[MemoryLink, MemoryLink]:
+def pair(a: int, b: int, capacity: int = CAPACITY_BYTES) -> tuple[MemoryLink, MemoryLink]:
     """Two connected ends: the first for rank `a` (its peer is `b`), the second for rank `b`."""
     bells = socket.socketpair()
     for bell in bells:
@@ -170,8 +173,8 @@ _changed = threading.Condition()
 _left: dict[tuple[Hashable, int, int], MemoryLink] = {}
 
 
-def meet(key: Hashable, rank: int, peer: int, capacity: int = CAPACITY) -> MemoryLink:
-    """The end for `rank` of its pair with `peer` under `key`. Whoever comes first makes the pair and leaves the other end here."""
+def meet(key: Hashable, rank: int, peer: int, capacity: int = CAPACITY_BYTES) -> MemoryLink:
+    """The end for `rank` of its pair with `peer` under `key`. The first of the two makes the pair and leaves the other end."""
     with _changed:
         mine = _left.pop((key, rank, peer), None)
         if mine is None:
@@ -181,7 +184,7 @@ def meet(key: Hashable, rank: int, peer: int, capacity: int = CAPACITY) -> Memor
 
 
 def unclaimed(key: Hashable, rank: int, seconds: float) -> set[int]:
-    """Wait until all peers have come for the ends that `rank` left under `key`. Returns those that did not, within `seconds`."""
+    """Wait until all peers have taken the ends that `rank` left under `key`. Returns those that did not, within `seconds`."""
 
     def late() -> set[int]:
         return {k[1] for k in _left if k[0] == key and k[2] == rank}
@@ -192,9 +195,35 @@ def unclaimed(key: Hashable, rank: int, seconds: float) -> set[int]:
 
 
 def forget(key: Hashable, rank: int) -> None:
-    """Close the ends that `rank` left under `key` and that nobody came for."""
+    """Close the ends that `rank` left under `key` and that nobody took."""
     with _changed:
         nobodys = [k for k in _left if k[0] == key and k[2] == rank]
         links = [_left.pop(k) for k in nobodys]
     for link in links:
         link.close()
+
+
+def listen(hosts: Sequence[str], port: int) -> list[Listener]:
+    """See `TransportModule`. Links are made without sockets to listen at."""
+    return []
+
+
+def usable(address: Address) -> int | None:
+    """See `TransportModule`."""
+    return None
+
+
+def make_links(met: Met) -> dict[LinkKey, MemoryLink]:
+    """See `TransportModule`. The peers are threads of this process."""
+    kinds = sorted({kind for _, kind in met.keys})
+    for kind in kinds:
+        met.leave.callback(forget, (met.identity, kind), met.rank)
+    links = {(peer, kind): meet((met.identity, kind), met.rank, peer) for peer, kind in met.keys}
+    for kind in kinds:  # a rank that left before its peers came would take what it had sent with it
+        late = unclaimed((met.identity, kind), met.rank, met.deadline - time.monotonic())
+        if late:
+            for link in links.values():
+                link.close()
+            names = ", ".join(map(str, sorted(late)))
+            raise RendezvousError(f"rank {met.rank} has no link with rank {names} at the deadline", min(late))
+    return links

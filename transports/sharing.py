@@ -25,26 +25,30 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hostring.errors import RendezvousError
+from hostring.transports import unix
+from hostring.transports.link import Link, LinkKey
 from hostring.transports.mapping import CAPACITY, NONCE, NONCES, PAGE, create
+from hostring.transports.memory_order import unsupported
+from hostring.transports.registry import Met
 from hostring.transports.shm import ShmLink
+from hostring.transports.unix import listen, usable
+
+__all__ = ["listen", "make_links", "share", "unsupported", "usable", "worth_sharing"]
 
 log = logging.getLogger("hostring")
-
-Wire = tuple[int, str]
-"""(peer, kind) of a link."""
 
 _OFFER: Final = struct.Struct("<4sI24s")  # magic, capacity of a ring or 0 for "can't", nonce
 _ANSWER: Final = struct.Struct("<4s4s24s")  # magic, yes or no, nonce
 _VERDICT: Final = struct.Struct("<4s4s")
 _MAGIC: Final = b"hShm"
 _YES, _NO = b"yes.", b"no.."
-_LARGEST: Final = 1 << 30
+_MAX_CAPACITY: Final = 1 << 30
 _CLOEXEC: Final[int] = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 @dataclass
 class _Pair:
-    """What one link has come to so far."""
+    """One link in the making."""
 
     peer: int
     sock: socket.socket
@@ -52,12 +56,29 @@ class _Pair:
     capacity: int = 0
     memory: mmap.mmap | None = None
     nonce: bytes = field(default_factory=lambda: os.urandom(NONCE))
-    why: str = ""  # there will be no shared memory
+    why: str = ""  # there can be no shared memory; empty as long as there can
+
+
+def make_links(met: Met) -> dict[LinkKey, Link]:
+    """See `TransportModule`."""
+    near = worth_sharing(met.sockets)
+    links: dict[LinkKey, Link] = dict(share(near, met.dialled, met.deadline))
+    if without := sorted({peer for peer, _ in near.keys() - links.keys()}):
+        names = ", ".join(map(str, without))
+        raise RendezvousError(
+            f"rank {met.rank} can't share memory with rank {names}; use transport='auto' or 'unix'", without[0]
+        )
+    return {**links, **{key: unix.wrap(sock, key[0]) for key, sock in met.sockets.items() if key not in near}}
+
+
+def worth_sharing(sockets: Mapping[LinkKey, socket.socket]) -> dict[LinkKey, socket.socket]:
+    """Those over which memory can be passed. Control frames are few and must interrupt sleeps: they stay on sockets."""
+    return {key: sock for key, sock in sockets.items() if key[1] != "control" and sock.family == socket.AF_UNIX}
 
 
 def share(
-    sockets: Mapping[Wire, socket.socket], dialled: Collection[Wire], deadline: float, capacity: int = CAPACITY
-) -> dict[Wire, ShmLink]:
+    sockets: Mapping[LinkKey, socket.socket], dialled: Collection[LinkKey], deadline: float, capacity: int = CAPACITY
+) -> dict[LinkKey, ShmLink]:
     """Make links through shared memory of all `sockets` whose both ends can.
 
     Both ends of each must call this, in any order: whatever is sent here is sent before anything is waited for.
@@ -74,7 +95,7 @@ def share(
     Raises:
         RendezvousError: a peer did not keep to this by the deadline, or is gone.
     """
-    pairs = {wire: _Pair(wire[0], sock, wire in dialled) for wire, sock in sockets.items()}
+    pairs = {key: _Pair(key[0], sock, key in dialled) for key, sock in sockets.items()}
     ours = [pair for pair in pairs.values() if pair.dialled]
     theirs = [pair for pair in pairs.values() if not pair.dialled]
     try:
@@ -85,22 +106,22 @@ def share(
         for pair in ours:
             _judge(pair, deadline)
         for pair in theirs:
-            _obey(pair, deadline)
+            _take_verdict(pair, deadline)
     except BaseException:
         for pair in pairs.values():
             _drop(pair)
         raise
     links = {}
-    for wire, pair in pairs.items():
+    for key, pair in pairs.items():
         if pair.memory is None:
             log.info(
                 "hostring: the %s link with rank %d stays on its socket, without shared memory: %s",
-                wire[1],
+                key[1],
                 pair.peer,
                 pair.why,
             )
         else:
-            links[wire] = ShmLink(pair.sock, pair.peer, pair.memory, pair.capacity, 0 if pair.dialled else 1)
+            links[key] = ShmLink(pair.sock, pair.peer, pair.memory, pair.capacity, 0 if pair.dialled else 1)
     return links
 
 
@@ -140,7 +161,7 @@ def _answer(pair: _Pair, deadline: float) -> None:
 def _accept(pair: _Pair, fd: int, capacity: int, nonce: bytes) -> None:
     nbytes = PAGE + 2 * capacity
     try:
-        if capacity & (capacity - 1) or not PAGE <= capacity <= _LARGEST or os.fstat(fd).st_size < nbytes:
+        if capacity & (capacity - 1) or not PAGE <= capacity <= _MAX_CAPACITY or os.fstat(fd).st_size < nbytes:
             raise OSError(f"{os.fstat(fd).st_size} bytes can't hold rings of {capacity}")
         _map(pair, fd, capacity)
         if _read_nonce(pair, 0) != nonce:
@@ -161,7 +182,7 @@ def _judge(pair: _Pair, deadline: float) -> None:
     _send(pair, _VERDICT.pack(_MAGIC, _NO if pair.why else _YES))
 
 
-def _obey(pair: _Pair, deadline: float) -> None:
+def _take_verdict(pair: _Pair, deadline: float) -> None:
     magic, verdict = _VERDICT.unpack(_receive(pair, _VERDICT.size, deadline)[0])
     if magic != _MAGIC:
         raise _confused(pair)

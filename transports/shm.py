@@ -1,23 +1,15 @@
 """Links through memory that two processes of one host share: a ring of bytes per direction, with a socket as doorbell.
 
-The two ends do all copying; the kernel is asked only where one of them sleeps. `mapping` has the layout.
-
-Order. The writer stores bytes, then the word that says how far it has written; the reader loads that word, then the bytes.
-x86-64 keeps both in program order, an aligned 8-byte access is one access, and what C libraries copy with is fenced at its
-end. 64-bit ARM may reorder, so a barrier stands between. Whether the other end sleeps is asked after the word is stored:
-a store followed by a load needs a barrier on every machine. Python has none of its own, but releasing a lock and taking
-it again is one: on x86-64 by its locked instructions, on ARM since nothing passes a release and the acquire that follows
-it. Where that is not known to hold, `unsupported` says so.
+The two ends do all copying; the kernel is asked only if one of them sleeps. `mapping` has the layout, `memory_order` the
+reasons for the barriers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-import platform
 import select
 import socket
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any, Final
@@ -27,28 +19,17 @@ import numpy as np
 from hostring.errors import PeerLostError
 from hostring.transports.link import Buffer
 from hostring.transports.mapping import DIRECTION, PAGE, READ, READER_SLEEPS, WRITER_SLEEPS
+from hostring.transports.memory_order import is_weak
 
 PIECE: Final = 1 << 17
 """Bytes of a large message after which the other end may have them, so that it copies out while we copy in."""
 
 _GLANCES: Final = range(10)
-_PATIENCE: Final = 64  # calls in vain before the socket is asked whether the peer is still there
-_WEAK: Final = platform.machine().lower() in ("aarch64", "arm64")
+_MAX_VAIN_CALLS: Final = 64  # before the socket is asked whether the peer is still there
+_WEAK: Final = is_weak()
 _PLAIN: Final[tuple[type, ...]] = (bytes, bytearray)
 _NO_WORDS: Final = memoryview(bytearray(PAGE)).cast("Q")
 _bells: Final = bytearray(4096)
-
-
-def unsupported() -> str:
-    """Why this machine can't have links like these; empty when it can."""
-    machine = platform.machine().lower()
-    if machine not in ("x86_64", "amd64", "aarch64", "arm64") or sys.maxsize < 1 << 32:
-        return (
-            f"{machine} with {sys.maxsize.bit_length() + 1} bits is not known to order memory as a shared ring needs it"
-        )
-    if not hasattr(socket, "AF_UNIX") or not hasattr(socket.socket, "sendmsg"):
-        return f"{sys.platform} can't pass memory over a socket"
-    return ""
 
 
 class ShmLink:
@@ -63,9 +44,9 @@ class ShmLink:
     """
 
     __slots__ = (
-        "_acquire_in", "_acquire_out", "_base_in", "_base_out", "_bell", "_bytes", "_capacity", "_end_in", "_end_out", "_got", "_in",
-        "_limit", "_mapped", "_mask", "_out", "_over", "_release_in", "_release_out", "_sent", "_shown", "_sleeps_in", "_sleeps_out",
-        "_turns", "_unsaid", "_words", "peer",
+        "_acquire_in", "_acquire_out", "_base_in", "_base_out", "_bell", "_bytes", "_capacity", "_end_in", "_end_out",
+        "_got", "_in", "_limit", "_mapped", "_mask", "_max_unshown", "_out", "_over", "_release_in", "_release_out",
+        "_sent", "_shown", "_sleeps_in", "_sleeps_out", "_vain_calls_left", "_words", "peer",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, peer: int, mapped: mmap.mmap, capacity: int, side: int) -> None:
@@ -81,14 +62,11 @@ class ShmLink:
         self._sent = self._got = 0
         self._limit = capacity  # how far we may write, as far as we have looked
         self._shown = 0  # how much of `_got` the peer may know
-        self._unsaid = capacity >> 2  # how much it need not know
+        self._max_unshown = capacity >> 2  # how much it need not know
         self._sleeps_in = self._sleeps_out = False  # whether the last `arm` asked for a bell
         self._over = ""  # why nothing more will come or go
-        self._turns = _PATIENCE
-        incoming, outgoing = (
-            threading.Lock(),
-            threading.Lock(),
-        )  # held by nobody else, and never waited for: they are barriers
+        self._vain_calls_left = _MAX_VAIN_CALLS
+        incoming, outgoing = threading.Lock(), threading.Lock()  # held by nobody else, never waited for: barriers
         self._acquire_in, self._release_in = incoming.acquire, incoming.release
         self._acquire_out, self._release_out = outgoing.acquire, outgoing.release
         self._acquire_in()
@@ -114,8 +92,8 @@ class ShmLink:
         if at != self._sent:
             self._tell_written(at)
         elif at == before:
-            self._turns -= 1
-            if self._turns <= 0:
+            self._vain_calls_left -= 1
+            if self._vain_calls_left <= 0:
                 self._look()
                 if self._over:
                     raise PeerLostError(self.peer, self._over)
@@ -126,7 +104,7 @@ class ShmLink:
         got = self._got
         ready = self._words[self._in] - got
         if not ready and not (ready := self._glance(got)):
-            return self._nothing((view,)) if self._turns <= 0 else 0
+            return self._nothing((view,)) if self._vain_calls_left <= 0 else 0
         if _WEAK:
             self._barrier_in()
         if type(view) is not memoryview or view.format != "B":
@@ -138,7 +116,7 @@ class ShmLink:
         if n <= PIECE and start + n <= self._end_in:
             view[:n] = self._bytes[start : start + n]
             self._got = got = got + n
-            if got - self._shown > self._unsaid:
+            if got - self._shown > self._max_unshown:
                 self._tell_read(got)
         else:
             self._take(view, got, n)
@@ -149,7 +127,7 @@ class ShmLink:
         before = got = self._got
         ready = self._words[self._in] - got
         if not ready and not (ready := self._glance(got)):
-            return self._nothing(views) if self._turns <= 0 else 0
+            return self._nothing(views) if self._vain_calls_left <= 0 else 0
         if _WEAK:
             self._barrier_in()
         for view in views:
@@ -168,7 +146,7 @@ class ShmLink:
             if n < wanted:
                 break
         self._got = got
-        if got - self._shown > self._unsaid:
+        if got - self._shown > self._max_unshown:
             self._tell_read(got)
         return got - before
 
@@ -190,7 +168,7 @@ class ShmLink:
         """See `Link.close`. What was sent is the peer's already: its memory stays for as long as it is mapped there."""
         if self._bell.fileno() < 0:
             return
-        self._over, self._turns = self._over or "connection closed", 0
+        self._over, self._vain_calls_left = self._over or "connection closed", 0
         self._bell.close()
         words, self._words, self._got = self._words, _NO_WORDS, 0
         words.release()
@@ -200,7 +178,7 @@ class ShmLink:
 
     def abort(self) -> None:
         """See `Link.abort`. Keeps the descriptor until `close`, as `SocketLink` does."""
-        self._over, self._turns = self._over or "connection aborted", 0
+        self._over, self._vain_calls_left = self._over or "connection aborted", 0
         with contextlib.suppress(OSError):
             self._bell.shutdown(socket.SHUT_RDWR)
 
@@ -245,7 +223,7 @@ class ShmLink:
             view[done : done + n] = self._bytes[start : start + n]
             done, got = done + n, got + n
             self._got = got
-            if got - self._shown > self._unsaid:
+            if got - self._shown > self._max_unshown:
                 self._tell_read(got)
         return got
 
@@ -278,7 +256,7 @@ class ShmLink:
         for _ in _GLANCES:
             if ready := words[at] - got:
                 return ready
-        self._turns -= 1
+        self._vain_calls_left -= 1
         return 0
 
     def _nothing(self, views: Sequence[Buffer]) -> int:
@@ -290,7 +268,7 @@ class ShmLink:
 
     def _look(self) -> None:
         """Read the socket, on which nothing comes but bells and the end."""
-        self._turns = 0 if self._over else _PATIENCE
+        self._vain_calls_left = 0 if self._over else _MAX_VAIN_CALLS
         try:
             if self._bell.recv_into(_bells):
                 return
@@ -309,7 +287,7 @@ class ShmLink:
             self._end(f"send: {exc}")
 
     def _end(self, why: str) -> None:
-        self._over, self._turns = self._over or why, 0
+        self._over, self._vain_calls_left = self._over or why, 0
 
 
 def _flat(buffer: Any) -> memoryview:

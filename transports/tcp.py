@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import select
 import socket
 import sys
@@ -12,23 +13,24 @@ from collections.abc import Sequence
 from itertools import islice
 
 from hostring.errors import PeerLostError
-from hostring.transports.addresses import listen
-from hostring.transports.link import Buffer
+from hostring.transports.addresses import Address, scope_id
+from hostring.transports.link import Buffer, LinkKey
+from hostring.transports.registry import Listener, Met
 
-__all__ = ["SocketLink", "listen", "tune", "wrap"]
+log = logging.getLogger("hostring")
 
-SYSCALL_LIMIT = 1 << 30
-"""Bytes for one system call where the kernel refuses more (macOS does from 2 GiB on; Linux shortens by itself)."""
+MAX_CALL_BYTES = 1 << 30
+"""Bytes for one system call if the kernel refuses more (macOS does from 2 GiB on; Linux takes a part)."""
 
-BUFFERS_LIMIT = 512
-"""Buffers for one system call where the kernel refuses more (IOV_MAX is 1024 on Linux and macOS, 16 at least)."""
+MAX_CALL_BUFFERS = 512
+"""Buffers for one system call if the kernel refuses more (IOV_MAX is 1024 on Linux and macOS, 16 at least)."""
 
-MOMENT = 0.2
-"""Seconds that `close` may spend on getting bytes out that are still on their way."""
+CLOSE_WAIT_S = 0.2  # how long close() waits for bytes that are still on their way
 
 # macOS calls the first one TCP_KEEPALIVE. Seconds, seconds, seconds, probes.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _SIOCOUTQ = 0x5411
+_DROP_OUTPUT = b"\1\0\0\0\0\0\0\0"  # SO_LINGER on, with 0 s: close() drops what was not sent
 
 
 class SocketLink:
@@ -90,20 +92,18 @@ class SocketLink:
         return (select.POLLIN if recv else 0) | (select.POLLOUT if send else 0)
 
     def close(self) -> None:
-        """See `Link.close`. Unread input is thrown away first: closing over it would reset the stream, and what we sent with it."""
+        """See `Link.close`. Unread input is thrown away first: with it, close() would reset the stream and lose our output."""
         if self._sock.fileno() < 0:
             return
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
-            self._linger(time.monotonic() + MOMENT)
+            self._linger(time.monotonic() + CLOSE_WAIT_S)
         self._sock.close()
 
     def abort(self) -> None:
         """See `Link.abort`."""
         with contextlib.suppress(OSError):
-            self._sock.setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"
-            )  # on, 0 s: drop the output at close
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP_OUTPUT)
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def __del__(self) -> None:
@@ -156,8 +156,8 @@ def clamp(buffers: Sequence[Buffer], exc: OSError) -> list[memoryview] | None:
     if exc.errno not in (errno.EINVAL, errno.EMSGSIZE):
         return None
     less: list[memoryview] = []
-    room = SYSCALL_LIMIT
-    for buffer in islice(buffers, BUFFERS_LIMIT):
+    room = MAX_CALL_BYTES
+    for buffer in islice(buffers, MAX_CALL_BUFFERS):
         view = memoryview(buffer)
         if not view.nbytes:  # cast refuses it
             continue
@@ -166,12 +166,12 @@ def clamp(buffers: Sequence[Buffer], exc: OSError) -> list[memoryview] | None:
         room -= flat.nbytes
         if not room:
             break
-    whole = len(buffers) <= BUFFERS_LIMIT and room > 0
+    whole = len(buffers) <= MAX_CALL_BUFFERS and room > 0
     return None if whole else less
 
 
 def unacknowledged(sock: socket.socket) -> int:
-    """Bytes that may still get lost. 0 where the system can't tell, and for UNIX sockets, whose bytes are with the peer at once."""
+    """Bytes that may still get lost. 0 if the system can't tell, and for UNIX sockets: their bytes reach the peer at once."""
     if sys.platform != "linux" or sock.family == socket.AF_UNIX:
         return 0
     import array
@@ -188,9 +188,9 @@ def unacknowledged(sock: socket.socket) -> int:
 def tune(sock: socket.socket) -> None:
     """Send small frames at once, and let the kernel find out within half a minute that an idle peer's host is gone.
 
-    TCP_USER_TIMEOUT is left alone: Linux applies it to a closed receive window too, and so it kills the link to a live
-    peer that is merely late to read (measured: 2.5 s after a setting of 2 s), and it makes keepalive wait as long. While
-    our bytes are unacknowledged there is no keepalive; there, the deadline of the operation decides.
+    TCP_USER_TIMEOUT isn't set: Linux applies it to a closed receive window too, so it kills the link to a live peer that
+    is only late to read (measured: 2.5 s after a setting of 2 s), and it makes keepalive wait as long. Keepalive does not
+    run while our bytes are unacknowledged; then the deadline of the operation decides.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -200,22 +200,67 @@ def tune(sock: socket.socket) -> None:
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-HOST_SECONDS = 20.0
-"""After so long without an answer from the kernel of the host at the other end of a watched link, that host is gone."""
+HOST_ANSWER_S = 20.0  # without an answer from the kernel at the other end of a control link, its host is gone
 
 
 def watch(sock: socket.socket) -> None:
     """Notice a dead host even while something of ours is unacknowledged. For links that carry a few bytes now and then.
 
-    There, unlike in `tune`, TCP_USER_TIMEOUT does no harm: so little always fits the window, and the kernel of a live host
+    TCP_USER_TIMEOUT does no harm there, unlike in `tune`: so little always fits the window, and the kernel of a live host
     acknowledges it whatever its process does.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(HOST_SECONDS * 1000))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(HOST_ANSWER_S * 1000))
 
 
-def wrap(sock: socket.socket, peer: int) -> SocketLink:
+def wrap(sock: socket.socket, peer: int, kind: str = "data") -> SocketLink:
     """Make a connected socket the link to `peer`."""
     tune(sock)
+    if kind == "control":
+        watch(sock)
     return SocketLink(sock, peer)
+
+
+def listen_at(host: str, port: int, backlog: int = 1024) -> socket.socket:
+    """A non-blocking listening socket at one numeric address ("::" takes IPv4 too); port 0 picks a free one."""
+    bare, _, scope = host.partition("%")
+    family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if bare == "::" else 1)
+        sock.bind((bare, port, 0, scope_id(scope)) if family == socket.AF_INET6 else (bare, port))
+        sock.listen(backlog)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def listen(hosts: Sequence[str], port: int) -> list[Listener]:
+    """See `TransportModule`. Addresses that can't be listened at are left out."""
+    listeners, reasons = [], []
+    for host in hosts:
+        try:
+            sock = listen_at(host, port)
+        except OSError as exc:
+            reasons.append(f"{host} port {port}: {exc}" if port else f"{host}: {exc}")
+            log.info("hostring: this rank can't listen on %s", reasons[-1])
+        else:
+            listeners.append(Listener(sock, (host, sock.getsockname()[1])))
+    if not listeners:
+        raise OSError(f"none of its addresses can be used ({'; '.join(reasons)})")
+    return listeners
+
+
+def usable(address: Address) -> int | None:
+    """See `TransportModule`."""
+    return None if address[0].startswith(("@", "/")) else 0
+
+
+def make_links(met: Met) -> dict[LinkKey, SocketLink]:
+    """See `TransportModule`."""
+    return {(peer, kind): wrap(sock, peer, kind) for (peer, kind), sock in met.sockets.items()}

@@ -18,44 +18,45 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from hostring.errors import HandshakeError, PeerLostError
-from hostring.transports.link import Buffer
-from hostring.transports.tcp import SocketLink, tune
+from hostring.transports.link import Buffer, LinkKey
+from hostring.transports.registry import Met
+from hostring.transports.tcp import SocketLink, listen, tune, usable, watch
 
-RECORD_NBYTES = 1 << 14
-"""The longest TLS record: what one write makes of more is several of them."""
+__all__ = ["TlsLink", "Wrapper", "listen", "make_links", "unsupported", "usable"]
+
+MAX_RECORD_BYTES = 1 << 14
+"""The longest TLS record. A longer write becomes several records."""
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the P-256 group (FIPS 186-4, D.1.2.3)
-_NOT_YET, _NO_MORE = (
-    datetime.datetime(2020, 1, 1),
-    datetime.datetime(2100, 1, 1),
-)  # the token expires, not the certificate
+_VALID_FROM, _VALID_TO = datetime.datetime(2020, 1, 1), datetime.datetime(2100, 1, 1)
+"""Of a certificate. What expires is the token, not the certificate."""
 
 
 class TlsLink(SocketLink):
-    """A link over an encrypted socket. One thread may send while another receives: they take turns.
+    """A link over an encrypted socket. One thread may send while another receives: a lock lets one of them in at a time.
 
-    A record that the socket has no room for must be given to TLS again as it was. It is kept here, and counts as taken once
-    it has left and its bytes are offered again, as every caller does with what was not taken.
+    A record that the socket has no room for must be given to TLS again unchanged. It is kept here. It counts as taken once
+    it was sent and the caller has offered its bytes again, as every caller does with what was not taken.
     """
 
-    __slots__ = ("_kept", "_owed", "_turn")
+    __slots__ = ("_kept", "_lock", "_owed")
 
     def __init__(self, sock: ssl.SSLSocket, peer: int) -> None:
         super().__init__(sock, peer)
         self._kept = b""
         self._owed = 0  # bytes that have left and are still to be counted as taken
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def send(self, buffers: Sequence[Buffer]) -> int:
         """See `Link.send`."""
-        with self._turn:
+        with self._lock:
             taken = min(self._owed, sum(memoryview(b).nbytes for b in buffers))
             self._owed -= taken
             for record in _records(buffers, taken):
                 begun = self._kept or record
                 if begun[: len(record)] != record[: len(begun)]:
                     raise PeerLostError(self.peer, "send: the pipe is full, and what was begun is not offered again")
-                if not self._some(partial(self._sock.send, begun), "send"):
+                if not self._attempt(partial(self._sock.send, begun), "send"):
                     self._kept = begun
                     break
                 self._kept = b""
@@ -69,13 +70,13 @@ class TlsLink(SocketLink):
         """See `Link.recv_into`."""
         if not memoryview(view).nbytes:
             return 0
-        with self._turn:
+        with self._lock:
             return self._received(view)
 
     def recv_into_all(self, views: Sequence[Buffer]) -> int:
         """See `Link.recv_into_all`."""
         total = 0
-        with self._turn:
+        with self._lock:
             for view in views:
                 nbytes = memoryview(view).nbytes
                 n = self._received(view) if nbytes else 0
@@ -93,12 +94,12 @@ class TlsLink(SocketLink):
                 closed.append(True)
             return n
 
-        n = self._some(read, "recv")
+        n = self._attempt(read, "recv")
         if closed:
             raise PeerLostError(self.peer, "connection closed")
         return n
 
-    def _some(self, act: Callable[[], int], what: str) -> int:
+    def _attempt(self, act: Callable[[], int], what: str) -> int:
         try:
             return act()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
@@ -116,10 +117,10 @@ def _records(buffers: Sequence[Buffer], skip: int) -> Iterator[bytes]:
         at = min(skip, len(view))
         skip -= at
         while at < len(view):
-            n = min(RECORD_NBYTES - len(piece), len(view) - at)
+            n = min(MAX_RECORD_BYTES - len(piece), len(view) - at)
             piece += view[at : at + n]
             at += n
-            if len(piece) == RECORD_NBYTES:
+            if len(piece) == MAX_RECORD_BYTES:
                 yield bytes(piece)
                 piece.clear()
     if piece:
@@ -193,7 +194,7 @@ def _identity(secret: bytes) -> tuple[bytes, bytes, bytes]:
             return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, what)])
 
         built = x509.CertificateBuilder(
-            called("hostring group"), called(name), key.public_key(), 1 + authority, _NOT_YET, _NO_MORE
+            called("hostring group"), called(name), key.public_key(), 1 + authority, _VALID_FROM, _VALID_TO
         )
         signed = built.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True).sign(
             key, hashes.SHA256()
@@ -213,3 +214,15 @@ def unsupported() -> str:
 
         return ""
     return "the package cryptography is missing: pip install 'hostring[tls]'"
+
+
+def make_links(met: Met) -> dict[LinkKey, TlsLink]:
+    """See `TransportModule`. In one order on all ranks: they talk to each other here, and would wait in a circle otherwise."""
+    wrapper = Wrapper(met.secret, met.rank)
+    links = {}
+    for peer, kind in sorted(met.sockets, key=lambda key: (min(key[0], met.rank), max(key[0], met.rank), key[1])):
+        sock = met.sockets[peer, kind]
+        if kind == "control":
+            watch(sock)
+        links[peer, kind] = wrapper.wrap(sock, peer, met.deadline)
+    return links

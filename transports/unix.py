@@ -8,31 +8,35 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
+from functools import partial
 
+from hostring.transports.addresses import Address
+from hostring.transports.link import LinkKey
+from hostring.transports.registry import Listener, Met
 from hostring.transports.tcp import SocketLink
 
-PATH_LIMIT = 100
-"""Bytes of a socket path that every system takes (sun_path holds 104 on macOS, 108 on Linux)."""
+MAX_PATH_BYTES = 100
+"""Every system takes a socket path of this length (sun_path holds 104 bytes on macOS, 108 on Linux)."""
 
-
-SEND_BUFFER = 4 << 20
-"""Bytes; the kernel takes less where it is not allowed that much. UNIX sockets don't grow theirs, and Linux's 208 KiB cost half
-the rate at 1 MiB messages (0.42 ms against 0.21 ms both ways at once)."""
+SEND_BUFFER_BYTES = 4 << 20
+"""The kernel may give less. UNIX sockets don't grow their buffer, and Linux's 208 KiB halve the rate of 1 MiB messages
+(0.42 ms against 0.21 ms both ways at once)."""
 
 
 def wrap(sock: socket.socket, peer: int) -> SocketLink:
     """Make a connected socket the link to `peer`."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     return SocketLink(sock, peer)
 
 
-def listen(backlog: int = 1024) -> tuple[socket.socket, str]:
+def listen_at_new_path(backlog: int = 1024) -> tuple[socket.socket, str]:
     """A non-blocking listening socket in a new directory that only this user can enter, and its path.
 
     `remove` the path once nobody dials any more.
     """
     folder = tempfile.mkdtemp(prefix="hostring-")
-    if len(os.fsencode(folder)) > PATH_LIMIT - 2:
+    if len(os.fsencode(folder)) > MAX_PATH_BYTES - 2:
         os.rmdir(folder)
         folder = tempfile.mkdtemp(prefix="hostring-", dir="/tmp")
     path = os.path.join(folder, "s")
@@ -70,3 +74,24 @@ def listen_without_a_file(name: str, backlog: int = 1024) -> socket.socket:
 def remove(path: str) -> None:
     """Delete the socket file and its directory."""
     shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+
+
+def unsupported() -> str:
+    """See `TransportModule`."""
+    return "" if hasattr(socket, "AF_UNIX") else f"{sys.platform} has no UNIX sockets"
+
+
+def listen(hosts: Sequence[str], port: int) -> list[Listener]:
+    """See `TransportModule`. A path takes the place of hosts and port."""
+    sock, path = listen_at_new_path()
+    return [Listener(sock, (path, 0), partial(remove, path))]
+
+
+def usable(address: Address) -> int | None:
+    """See `TransportModule`."""
+    return 0 if address[0].startswith("/") else None
+
+
+def make_links(met: Met) -> dict[LinkKey, SocketLink]:
+    """See `TransportModule`."""
+    return {key: wrap(sock, key[0]) for key, sock in met.sockets.items()}

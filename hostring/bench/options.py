@@ -108,7 +108,7 @@ class Options:
 
     @property
     def transports(self) -> list[str]:
-        from hostring.group.start import TRANSPORTS
+        from hostring.transports.registry import TRANSPORTS
 
         return choose(self.transport, tuple(name for name in TRANSPORTS if name != "memory"), "--transport")
 

@@ -12,7 +12,7 @@ from typing import Any
 from hostring.bench.loop import LoopRow
 from hostring.bench.measure import Row
 from hostring.bench.sizes import show
-from hostring.group.peer_info import usable_cores
+from hostring.group.host_info import usable_cores
 
 _COLUMNS = "{:>9} {:>10} {:>9} {:>5}  {:<15} {:<21} {:>9} {:>9} {:>9} {:>8} {:>8} {:>7} {:>6}"
 _LOOP = "{:<15} {:<17} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>5} {:>7} {:>6}  {}"

@@ -117,7 +117,7 @@ def _spoken(speaks: bool) -> Iterator[tuple[Any, Any]]:
 
 
 def _show(console: Console, session: Session, found: Tuning, sizes: list[int], details: bool) -> None:
-    from hostring.group.peer_info import usable_cores
+    from hostring.group.host_info import usable_cores
 
     cores = len(usable_cores())
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > 2 * max(cores, session.world_size):

@@ -217,8 +217,8 @@ def _spins(group: Group) -> tuple[int, bool]:
 
     Going to sleep and being woken takes longer than a small collective; a core that only spins keeps the others from theirs.
     """
-    me = group.members[group.rank]
-    here = [m for m in group.members if m is not None and me is not None and m.host_id == me.host_id]
+    me = group.peer_infos[group.rank]
+    here = [m for m in group.peer_infos if m is not None and me is not None and m.host_id == me.host_id]
     if len({m.pid for m in here}) < len(here):  # ranks that share one interpreter take turns anyway
         return 0, True
     cores = {core for m in here for core in m.cores}

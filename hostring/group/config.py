@@ -20,7 +20,6 @@ class Config:
     Attributes:
         rank: this rank.
         world_size: number of ranks.
-        local_rank: this rank among those of its host, where the launcher says so.
         name: of the group, part of every key in the store.
         topology, order, wire, transport: as in `hostring.init`.
         timeout: seconds for start-up, and for an operation unless it says otherwise.
@@ -37,7 +36,6 @@ class Config:
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int | None = None
     name: str = "world"
     topology: str = "auto"
     order: str = "rank"
@@ -95,7 +93,6 @@ def from_environment(
     return Config(
         rank=place.rank,
         world_size=place.world_size,
-        local_rank=place.local_rank,
         **common,
         **_store_place(place, store, environ),
     )

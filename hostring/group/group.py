@@ -10,20 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hostring.group.config import Config
-from hostring.group.linking import link_by_sockets, link_in_memory
-from hostring.group.peer_info import Member, this_member
+from hostring.group.linking import make_links
+from hostring.group.peer_info import PeerInfo
 from hostring.group.peers import Exchange, Neighbours, from_ring, from_store
 from hostring.group.rebuild import Regrouping, Seat
-from hostring.group.rendezvous import Progress
-from hostring.group.start import Start, check
+from hostring.group.start import Start
 from hostring.group.store_host import open_store
+from hostring.group.waiting import Waiting
 from hostring.store.stores import Store
 from hostring.transports.link import Link
 
-__all__ = ["Group", "Member", "connect", "rejoin"]
-
-LAST_SECONDS = 2.0
-"""Seconds that the links of a rebuilt group get when its members were found at the last moment."""
+MIN_LINKING_S = 2.0  # for the links of a rebuilt group, if its ranks were found at the last moment
 
 
 def connect(
@@ -48,15 +45,14 @@ def connect(
         RendezvousError: a rank did not come, or can't be reached, within `config.timeout`; named in the message.
         ValueError: `config` can't be carried out.
     """
-    check(config)
-    if config.world_size == 1:
-        if exchange is not None:
-            exchange(b"")
-        return Group(0, 1, config.name, 0, os.urandom(32), members=[this_member([])], _config=config)
     with contextlib.ExitStack() as undo:
         start = Start(config, contract, undo)
+        if config.world_size == 1:
+            if exchange is not None:
+                exchange(b"")
+            return Group(0, 1, config.name, 0, os.urandom(32), peer_infos=[start.me], _config=config)
         peers = from_store(start, neighbours, exchange, hosts) if config.ring is None else from_ring(start, config.ring)
-        links = link_in_memory(start, peers) if start.transport == "memory" else link_by_sockets(start, peers)
+        links = make_links(start, peers)
         undo.pop_all()
     group = Group(
         config.rank,
@@ -64,26 +60,28 @@ def connect(
         config.name,
         peers.roster.epoch,
         peers.roster.secret,
+        peer_infos=peers.infos,
+        store=peers.store,
+        hosts=peers.hosts,
         _config=config,
         _leave=start.leave,
     )
-    group.members, group.store, group.hosts = peers.members, peers.store, peers.hosts
     for (peer, kind), link in links.items():
         getattr(group, kind)[peer] = link
     return group
 
 
 def rejoin(config: Config, *, neighbours: Neighbours, contract: Mapping[str, Any]) -> Group:
-    """Come back into a group whose survivors rebuild it. `config` is that of a first start; its rank is the one asked for.
+    """Rejoin a group whose survivors rebuild it. `config` is that of a first start; its rank is the one asked for.
 
     Raises:
         RendezvousError: nobody rebuilt the group within `config.timeout`.
     """
     deadline = time.monotonic() + config.timeout
     with contextlib.ExitStack() as undo:
-        store, leave = open_store(config, deadline, Progress(config.rank, deadline))
+        store, leave = open_store(config, deadline, Waiting(config.rank, deadline))
         undo.callback(leave)
-        seat = Regrouping(store, config.name, config.rank, 1, lambda: 0, deadline, config.world_size).come_back()
+        seat = Regrouping(store, config.name, config.rank, 1, lambda: 0, deadline, config.world_size).rejoin()
         group = _seated(config, store, seat, neighbours, contract, deadline)
         group._leave.callback(undo.pop_all().close)
         return group
@@ -92,14 +90,14 @@ def rejoin(config: Config, *, neighbours: Neighbours, contract: Mapping[str, Any
 def _seated(
     config: Config, store: Store, seat: Seat, neighbours: Neighbours, contract: Mapping[str, Any], deadline: float
 ) -> Group:
-    """Connect as `seat` says, by `deadline` or in a moment after it: whoever has a seat is waited for by the others."""
+    """Connect as `seat` says, by `deadline` or a moment after it: the others wait for every rank that has a seat."""
     first = config.restarts.partition("+")[0]
-    again = replace(
+    seated = replace(
         config, rank=seat.rank, world_size=seat.world_size, store=store, restarts=f"{first}+{seat.generation}"
     )
-    left = max(deadline - time.monotonic(), LAST_SECONDS)
-    group = connect(replace(again, timeout=left), neighbours=neighbours, contract=contract)
-    group.store, group.generation, group._config = store, seat.generation, again
+    left = max(deadline - time.monotonic(), MIN_LINKING_S)
+    group = connect(replace(seated, timeout=left), neighbours=neighbours, contract=contract)
+    group.store, group.generation, group._config = store, seat.generation, seated
     return group
 
 
@@ -115,10 +113,10 @@ class Group:
         secret: what the links' hellos prove; where there is a store, it is new for every start.
         data, control, p2p: links by peer. Data links lead to the topology's neighbours, the others to every rank that
             this one can address.
-        members: by rank; None for a rank that this one knows nothing of.
+        peer_infos: by rank; None for a rank that this one knows nothing of.
         store: shared with all ranks, where there is one.
         hosts: addresses of this host at which the others can reach it, best first.
-        generation: how often a rebuilding was tried.
+        generation: how often a rebuild was tried.
     """
 
     rank: int
@@ -129,7 +127,7 @@ class Group:
     data: dict[int, Link] = field(default_factory=dict)
     control: dict[int, Link] = field(default_factory=dict)
     p2p: dict[int, Link] = field(default_factory=dict)
-    members: list[Member | None] = field(default_factory=list)
+    peer_infos: list[PeerInfo | None] = field(default_factory=list)
     store: Store | None = None
     hosts: list[str] = field(default_factory=list)
     generation: int = 0
@@ -190,7 +188,7 @@ class Group:
         neighbours: Neighbours,
         contract: Mapping[str, Any],
     ) -> Group:
-        """Form the next generation of this group, with whoever is left and whoever came back. This one's links are closed.
+        """Form the next generation of this group, of the survivors and of those who rejoin. This one's links are closed.
 
         Args:
             survivors: how many other ranks of this group are known to be alive.
@@ -201,9 +199,7 @@ class Group:
         deadline = time.monotonic() + timeout
         regrouping = Regrouping(store, self.name, self.rank, min_ranks, known, deadline, self.world_size)
         seat = regrouping.survive(self.generation + 1)
-        self.generation = (
-            seat.generation
-        )  # should its links not come about, the next try must not find what this one left
+        self.generation = seat.generation  # if its links fail, the next try must not find what this one left
         for link in self.links:
             link.close()
         self._linked = False

@@ -1,8 +1,8 @@
 """The hello on a new link: who is there, does it know the group's secret, and did it sign the same contract.
 
-Four messages, each at most `HELLO_LIMIT` bytes, with D the rank that dialled and A the one that accepted:
+Four messages, each at most `MAX_HELLO_BYTES` bytes, with D the rank that dialled and A the one that accepted:
 
-    D -> A  hello: version, group, epoch, world size, rank, kind of link, contract, description, nonce
+    D -> A  hello: version, group, world size, rank, kind of link, contract, description, nonce
     A -> D  hello: the same of its own                          (or a refusal)
     D -> A  HMAC-SHA256(secret, "dialer", both hellos)
     A -> D  HMAC-SHA256(secret, "acceptor", both hellos, D's)   (or a refusal)
@@ -22,16 +22,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hostring.errors import HandshakeError
-from hostring.group.peer_info import Member
-from hostring.store.protocol import pack, prove, proves, typed, unpack
+from hostring.group.peer_info import PROTOCOL, PeerInfo
+from hostring.store.protocol import pack, prove, proves, typed_fields, unpack
 
-PROTOCOL = 1
-HELLO_LIMIT = 4096
-HELLO_SECONDS = 5.0
+MAX_HELLO_BYTES = 4096
 KINDS = ("data", "control", "p2p")
 
-Wire = tuple[int, str]
-"""(peer, kind) of a link."""
+_HELLO_FIELDS: dict[str, type | list[type]] = {
+    "group": bytes,
+    "session": bytes,
+    "world_size": int,
+    "rank": int,
+    "kind": str,
+    "contract": dict,
+    "info": dict,
+    "nonce": bytes,
+}
+
+_ADVICE = {"byte_order": "numbers travel as they lie in memory, so all machines of a group must have the same"}
 
 
 @dataclass(frozen=True)
@@ -46,28 +54,26 @@ class Hello:
 
     group: bytes
     session: bytes
-    epoch: int
     world_size: int
     rank: int
     kind: str
     contract: Mapping[str, Any]
-    member: Member
+    info: PeerInfo
 
     def to_bytes(self, nonce: bytes) -> bytes:
         """Raises: ValueError, when it is over the limit."""
-        wire = {
+        packed = {
             "hostring": PROTOCOL,
             "group": self.group,
             "session": self.session,
-            "epoch": self.epoch,
             "world_size": self.world_size,
             "rank": self.rank,
             "kind": self.kind,
             "contract": dict(self.contract),
-            "member": replace(self.member, addresses=[]).to_wire(),
+            "info": replace(self.info, addresses=[]).to_dict(),
             "nonce": nonce,
         }
-        return pack(wire, HELLO_LIMIT)
+        return pack(packed, MAX_HELLO_BYTES)
 
 
 class RefusedError(HandshakeError):
@@ -97,16 +103,13 @@ def dial(mine: Hello, peer: int, secret: bytes, nonce: bytes | None = None) -> P
     hello = mine.to_bytes(nonce or os.urandom(16))
     answer = yield hello
     theirs = _parse(answer)
-    if (theirs.group, theirs.world_size, theirs.kind) != (
-        mine.group,
-        mine.world_size,
-        mine.kind,
-    ) or theirs.rank != peer:
+    expected = mine.group, mine.world_size, mine.kind, peer
+    if (theirs.group, theirs.world_size, theirs.kind, theirs.rank) != expected:
         raise RefusedError(
             "rank", f"dialled rank {peer} of {mine.world_size}, and rank {theirs.rank} of {theirs.world_size} answers"
         )
     proof = prove(secret, "dialer", hello, answer)
-    verdict = _message((yield pack({"proof": proof}, HELLO_LIMIT)))
+    verdict = _message((yield pack({"proof": proof}, MAX_HELLO_BYTES)))
     if not proves(verdict.get("proof"), secret, "acceptor", hello, answer, proof):
         raise RefusedError("secret", f"rank {peer} does not know the group's secret (HOSTRING_SECRET)")
     return theirs, b""
@@ -119,8 +122,8 @@ def accept(
 
     Args:
         mine: gives this rank's hello for a kind of link.
-        admit: says why a rank can't have that link, for example because it has it already; None when it can. Asked before
-            the proof; another link of the same may be through by the time that this one is, so ask again when you take it.
+        admit: says why a rank can't have that link, for example because it has it already; None when it can. Called
+            before the proof. Another link of the same rank may be finished first, so call it again before you keep this one.
         secret: the group's.
         nonce: random when not given.
 
@@ -144,7 +147,7 @@ def accept(
             "secret", f"who says that it is rank {theirs.rank} does not know the group's secret (HOSTRING_SECRET)"
         )
     assert isinstance(proof, bytes)
-    return theirs, pack({"proof": prove(secret, "acceptor", first, hello, proof)}, HELLO_LIMIT)
+    return theirs, pack({"proof": prove(secret, "acceptor", first, hello, proof)}, MAX_HELLO_BYTES)
 
 
 def compare_contracts(rank: int, ours: Mapping[str, Any], peer: int, theirs: Mapping[str, Any]) -> None:
@@ -152,51 +155,45 @@ def compare_contracts(rank: int, ours: Mapping[str, Any], peer: int, theirs: Map
     for key in sorted({*ours, *theirs}):
         if ours.get(key) != theirs.get(key):
             raise HandshakeError(
-                f"the group's contract differs: rank {rank} has {key}={ours.get(key)!r}, rank {peer} has {key}={theirs.get(key)!r}; "
-                f"give all ranks the same"
+                f"the group's contract differs: rank {rank} has {key}={ours.get(key)!r}, rank {peer} has "
+                f"{key}={theirs.get(key)!r}; {_ADVICE.get(key, 'give all ranks the same')}",
+                peer,
             )
 
 
 def _parse(data: bytes) -> Hello:
-    wire = _message(data)
-    if wire.get("hostring") != PROTOCOL:
+    packed = _message(data)
+    if packed.get("hostring") != PROTOCOL:
         raise refusal(
-            "version", f"it speaks version {_show(wire.get('hostring'))} of the protocol, we speak {PROTOCOL}"
+            "version", f"it speaks version {_show(packed.get('hostring'))} of the protocol, we speak {PROTOCOL}"
         )
     try:
-        if len(typed(wire, "nonce", bytes)) < 16:
+        fields = typed_fields(packed, _HELLO_FIELDS)
+        if len(fields.pop("nonce")) < 16:
             raise ValueError("its nonce is short")
-        if wire.get("kind") not in KINDS:
+        if fields["kind"] not in KINDS:
             raise ValueError("its kind of link is unknown")
-        return Hello(
-            group=typed(wire, "group", bytes),
-            session=typed(wire, "session", bytes),
-            epoch=typed(wire, "epoch", int),
-            world_size=typed(wire, "world_size", int),
-            rank=typed(wire, "rank", int),
-            kind=typed(wire, "kind", str),
-            contract=typed(wire, "contract", dict),
-            member=Member.from_wire(wire.get("member")),
-        )
+        fields["info"] = PeerInfo.from_dict(fields["info"])
+        return Hello(**fields)
     except ValueError as exc:
         raise refusal("junk", f"not a hello: {exc}") from exc
 
 
 def _message(data: bytes) -> dict[str, Any]:
     try:
-        wire = unpack(data)
+        packed = unpack(data)
     except ValueError as exc:
         raise RefusedError("junk", str(exc)) from exc
-    if not isinstance(wire, dict):
+    if not isinstance(packed, dict):
         raise RefusedError("junk", "not a hello")
-    if "refused" in wire:
-        raise RefusedError(str(wire["refused"])[:32], f"refused: {str(wire.get('why'))[:300]}")
-    return wire
+    if "refused" in packed:
+        raise RefusedError(str(packed["refused"])[:32], f"refused: {str(packed.get('why'))[:300]}")
+    return packed
 
 
 def refusal(reason: str, message: str) -> RefusedError:
     """For the side that accepts: an error whose `reply` tells the dialler."""
-    return RefusedError(reason, message, pack({"refused": reason, "why": message[:300]}, HELLO_LIMIT))
+    return RefusedError(reason, message, pack({"refused": reason, "why": message[:300]}, MAX_HELLO_BYTES))
 
 
 def _show(value: Any) -> str:

@@ -1,38 +1,46 @@
-"""What one rank tells the others about itself."""
+"""What one rank tells the others about itself, and how that is packed for the store and for the hello."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import hashlib
 import itertools
 import os
-import platform
-import socket
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hostring.store.protocol import typed
+from hostring.errors import HandshakeError
+from hostring.group.host_info import this_host
+from hostring.store.protocol import pack, typed, typed_fields, unpack
+from hostring.transports.addresses import Address
 
-_CORES_LIMIT = 8192
+PROTOCOL = 2
+"""Version of what ranks tell each other. Ranks of different versions refuse each other."""
+
+MAX_ENTRY_BYTES = 1 << 16
+MAX_CORES = 8192
+MAX_CORE_RUNS = 256
+"""A mask with more runs of CPU numbers is cut off, so that it fits into a hello."""
+
+_INFO_FIELDS: dict[str, type | list[type]] = {
+    "host_id": str,
+    "net_id": str,
+    "hostname": str,
+    "pid": int,
+    "core_runs": [int],
+    "cpu_quota": float,
+    "hosts": [str],
+    "ports": [int],
+}
 
 
 @dataclass(frozen=True)
-class Member:
+class PeerInfo:
     """One rank, as the others know it.
 
     Attributes:
-        host_id: equal for ranks that share a machine, and so its cores. Containers of one machine share it too.
-        net_id: equal for ranks that reach each other over loopback.
-        hostname: for messages.
+        host_id, net_id, hostname, cores, cpu_quota: see `HostInfo`.
         pid: process id on its machine.
-        cores: usable CPU numbers, ascending: what the affinity mask leaves.
-        cpu_quota: CPUs that the control group allows, which may be a fraction; None without a limit.
-        addresses: where its listener waits, as (host, port), best first; a host starting with "/" is a UNIX path,
-            one starting with "@" the name of a UNIX socket that is no file.
-        software: versions.
-        isa: instruction set.
+        addresses: where its listener waits, best first.
     """
 
     host_id: str
@@ -41,134 +49,96 @@ class Member:
     pid: int
     cores: list[int]
     cpu_quota: float | None
-    addresses: list[tuple[str, int]]
-    software: str
-    isa: str
+    addresses: list[Address]
 
-    def to_wire(self) -> dict[str, Any]:
-        """A dict that msgpack takes."""
-        wire = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        wire["cores"] = _runs(self.cores)
-        return wire
+    def to_dict(self) -> dict[str, Any]:
+        """A dict that msgpack takes. CPU numbers become runs, so that a mask of many CPUs stays short."""
+        return {
+            "host_id": self.host_id,
+            "net_id": self.net_id,
+            "hostname": self.hostname,
+            "pid": self.pid,
+            "core_runs": _runs(self.cores),
+            "cpu_quota": self.cpu_quota or 0.0,
+            "hosts": [host for host, _ in self.addresses],
+            "ports": [port for _, port in self.addresses],
+        }
 
     @classmethod
-    def from_wire(cls, wire: Any) -> Member:
-        """Raises: ValueError, when this is not what `to_wire` gives."""
-        if not isinstance(wire, dict):
-            raise ValueError("not a description of a rank")
-        runs = [(typed(run, 0, int), typed(run, 1, int)) for run in typed(wire, "cores", list)]
-        cores = itertools.chain.from_iterable(range(first, first + n) for first, n in runs)
-        quota = wire.get("cpu_quota")
+    def from_dict(cls, packed: Any) -> PeerInfo:
+        """Raises: ValueError, when this is not what `to_dict` gives."""
+        fields = typed_fields(packed, _INFO_FIELDS)
+        runs, hosts, ports = fields.pop("core_runs"), fields.pop("hosts"), fields.pop("ports")
+        cores = itertools.chain.from_iterable(
+            range(first, first + n) for first, n in zip(runs[::2], runs[1::2], strict=True)
+        )
+        fields["cpu_quota"] = fields["cpu_quota"] or None
         return cls(
-            host_id=typed(wire, "host_id", str),
-            net_id=typed(wire, "net_id", str),
-            hostname=typed(wire, "hostname", str),
-            pid=typed(wire, "pid", int),
-            cores=list(itertools.islice(cores, _CORES_LIMIT)),
-            cpu_quota=None if quota is None else typed(wire, "cpu_quota", float),
-            addresses=[(typed(pair, 0, str), typed(pair, 1, int)) for pair in typed(wire, "addresses", list)],
-            software=typed(wire, "software", str),
-            isa=typed(wire, "isa", str),
+            cores=list(itertools.islice(cores, MAX_CORES)), addresses=list(zip(hosts, ports, strict=True)), **fields
         )
 
 
-def this_member(addresses: list[tuple[str, int]]) -> Member:
+def this_peer(addresses: list[Address]) -> PeerInfo:
     """Describe this process."""
-    machine = _read("/proc/sys/kernel/random/boot_id") or f"{platform.node()} {platform.machine()}"
-    return Member(
-        host_id=_short(machine),
-        net_id=_short(f"{machine} {_inode('/proc/self/ns/net')}"),
-        hostname=socket.gethostname()[:64],
-        pid=os.getpid(),
-        cores=usable_cores(),
-        cpu_quota=cpu_quota(),
-        addresses=addresses,
-        software=_software(),
-        isa=_isa(),
-    )
+    return PeerInfo(**vars(this_host()), pid=os.getpid(), addresses=addresses)
 
 
-def usable_cores() -> list[int]:
-    """CPU numbers that this process may run on, ascending."""
-    if sys.platform == "linux":
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+@dataclass(frozen=True)
+class Entry:
+    """What one rank publishes before there are links. `trouble` says why it can't take part; empty when it can."""
 
+    rank: int
+    world_size: int
+    nonce: bytes
+    transport: str
+    contract: Mapping[str, Any]
+    info: PeerInfo
+    trouble: str = ""
 
-def cpu_quota() -> float | None:
-    """CPUs' worth of time that the control groups above this process allow; None without a limit, or where there are none."""
-    limits = []
-    for line in _read("/proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = f"/sys/fs/cgroup/{controllers}" if controllers else "/sys/fs/cgroup"
-        parts = [p for p in path.split("/") if p]
-        for depth in range(len(parts) + 1):  # the tightest of all levels counts
-            limits.append(_quota_at("/".join([root, *parts[:depth]])))
-    found = [limit for limit in limits if limit is not None]
-    return min(found) if found else None
+    def to_bytes(self) -> bytes:
+        """Raises: ValueError, when it is over the limit."""
+        described = [dict(self.contract), self.info.to_dict(), self.trouble[:1000]]
+        return pack([PROTOCOL, self.rank, self.world_size, self.nonce, self.transport, *described], MAX_ENTRY_BYTES)
 
+    @classmethod
+    def from_bytes(cls, rank: int, data: bytes, mine: Entry | None = None) -> Entry:
+        """What rank `rank` published.
 
-def _quota_at(folder: str) -> float | None:
-    quota, _, period = _read(f"{folder}/cpu.max").partition(" ")  # version 2: "max 100000" or "150000 100000"
-    if not quota:  # version 1
-        quota, period = _read(f"{folder}/cpu.cfs_quota_us"), _read(f"{folder}/cpu.cfs_period_us")
-    try:
-        return int(quota) / int(period) if int(quota) > 0 else None
-    except (ValueError, ZeroDivisionError):
-        return None
-
-
-@functools.cache
-def _software() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    def of(package: str) -> str:
+        Raises:
+            HandshakeError: this version of hostring writes nothing like it, or it counts the ranks otherwise than `mine`.
+        """
         try:
-            return f"{package} {version(package)}"
-        except PackageNotFoundError:
-            return f"{package} (not installed)"
+            packed = unpack(data)
+            if not isinstance(packed, list) or packed[0] != PROTOCOL:
+                version = repr(packed[0])[:40] if isinstance(packed, list) and packed else "unknown"
+                raise HandshakeError(
+                    f"rank {rank} speaks protocol {version}, this rank {PROTOCOL}; install the same hostring", rank
+                )
+            kinds = (int, int, bytes, str, dict, dict, str)
+            fields: list[Any] = [typed(packed, i, kind) for i, kind in enumerate(kinds, 1)]
+            fields[5] = PeerInfo.from_dict(fields[5])
+            entry = cls(*fields)
+        except (ValueError, IndexError) as exc:
+            raise HandshakeError(f"what rank {rank} published can't be read: {exc}", rank) from exc
+        if mine is not None:
+            entry.check_place(mine.rank, mine.world_size)
+        return entry
 
-    return f"{of('hostring')}, {of('numpy')}, {platform.python_implementation()} {platform.python_version()}, {platform.system()}"
+    def check_place(self, rank: int, world_size: int) -> None:
+        """Raises: HandshakeError, when this entry counts the ranks otherwise than rank `rank`."""
+        if self.world_size != world_size:
+            theirs = f"rank {self.rank} has {self.world_size}"
+            raise HandshakeError(
+                f"world_size differs: rank {rank} has {world_size}, {theirs}; give all ranks the same", self.rank
+            )
 
 
-@functools.cache
-def _isa() -> str:
-    flags: set[str] = set()
-    for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith(("flags", "Features")):
-            flags = set(line.partition(":")[2].split())
-            break
-    known = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "asimdhp", "bf16", "sve")
-    return " ".join([platform.machine(), sys.byteorder, *(flag for flag in known if flag in flags)])
-
-
-def _runs(cores: list[int]) -> list[list[int]]:
-    """[first, count] pairs: a mask of many CPUs stays short."""
-    runs: list[list[int]] = []
+def _runs(cores: list[int]) -> list[int]:
+    """First number and length of each run of consecutive numbers."""
+    runs: list[int] = []
     for core in cores:
-        if runs and runs[-1][0] + runs[-1][1] == core:
-            runs[-1][1] += 1
+        if runs and runs[-2] + runs[-1] == core:
+            runs[-1] += 1
         else:
-            runs.append([core, 1])
-    return runs
-
-
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(1 << 20).strip()
-    except OSError:
-        return ""
-
-
-def _inode(path: str) -> int:
-    try:
-        return os.stat(path).st_ino
-    except OSError:
-        return 0
+            runs += [core, 1]
+    return runs[: 2 * MAX_CORE_RUNS]

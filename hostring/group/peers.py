@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostring.errors import RendezvousError
-from hostring.group.handshake import KINDS, Wire
-from hostring.group.listeners import beside, open_listeners, warn_if_open
-from hostring.group.peer_info import Member, this_member
-from hostring.group.rendezvous import Store, TcpStore, TorchStore, exchange, linger
+from hostring.group.handshake import KINDS
+from hostring.group.listeners import open_listeners
+from hostring.group.peer_info import Entry, PeerInfo
+from hostring.group.rendezvous import exchange, linger
 from hostring.group.ring_file import Ring
-from hostring.group.roster import Entry, Roster
+from hostring.group.roster import Roster
 from hostring.group.start import Start
 from hostring.group.store_host import open_store
-from hostring.transports.addresses import Address, any_host, hosts_to_bind, is_here, is_loopback, resolve
+from hostring.store.client import TcpStore
+from hostring.store.stores import Store, TorchStore
+from hostring.transports.addresses import Address, any_host, beside, hosts_to_bind, is_here, is_loopback, resolve
+from hostring.transports.link import LinkKey
 
 Neighbours = Callable[[int, int], set[int]]
 """(rank, world_size) -> the ranks that `rank` needs data links with."""
@@ -29,74 +32,80 @@ class Peers:
     """The other ranks, and who makes the links with them.
 
     Attributes:
-        members: by rank; None for a rank that this one knows nothing of (yet).
+        infos: by rank; None for a rank that this one knows nothing of (yet).
         hosts: addresses of this host at which the others can reach it, best first.
         dials, accepts: links that this rank makes, and those that their other ends make.
         addresses: of each peer that it dials, best first.
-        store: what this was read from, where it was a store.
+        store: what this was read from, if that was a store.
     """
 
     roster: Roster
-    members: list[Member | None]
+    infos: list[PeerInfo | None]
     hosts: list[str]
-    dials: list[Wire]
-    accepts: list[Wire]
+    dials: list[LinkKey]
+    accepts: list[LinkKey]
     addresses: dict[int, list[Address]]
     store: Store | None = None
 
 
 def from_store(start: Start, neighbours: Neighbours, given: Exchange | None, hosts: Sequence[str] | None) -> Peers:
     """All ranks learn the addresses of all; the higher rank of each pair dials. `given` takes the place of the store."""
-    store, publish = _store(start) if given is None else (None, given)
+    store = _open_store(start) if given is None else None
     hosts = list(hosts or _hosts(start, store))
     trouble: Exception | None = None
     addresses: list[Address] = []
     try:
         addresses = open_listeners(start, hosts)
-    except (OSError, RendezvousError) as exc:  # the others must hear of it: they are about to gather
+    except RendezvousError as exc:  # the others must hear of it: they are about to gather
         trouble = exc
     mine = _entry(start, addresses, str(trouble or ""))
-    entries = [Entry.from_bytes(rank, payload) for rank, payload in enumerate(publish(mine.to_bytes()))]
+    entries = _publish(start, mine, store, given)
     if trouble is not None:
         raise trouble
     roster = Roster(start.config.name, start.config.secret, mine, entries)
     roster.check()
-    start.progress.next_phase()
+    start.waiting.next_phase()
     if isinstance(store, TcpStore):
         store.deadline = 0.0
-    if start.rank == 0:
-        warn_if_open(start, hosts)
-    wires = _wires(start.rank, start.world_size, neighbours)
-    dials, accepts = [wire for wire in wires if wire[0] < start.rank], [wire for wire in wires if wire[0] > start.rank]
-    ways = {peer: _preferred(start, roster.addresses_of(peer)) for peer in range(start.rank)}
-    return Peers(roster, list(roster.members), hosts, dials, accepts, ways, store)
+    keys = _link_keys(start.rank, start.world_size, neighbours)
+    dials, accepts = [key for key in keys if key[0] < start.rank], [key for key in keys if key[0] > start.rank]
+    ways = {peer: _usable(start, roster.addresses_of(peer)) for peer in range(start.rank)}
+    return Peers(roster, [entry.info for entry in entries], hosts, dials, accepts, ways, store)
 
 
-def _store(start: Start) -> tuple[Store, Exchange]:
-    """The store that the configuration names, and how it is used."""
+def _open_store(start: Start) -> Store:
+    """The store that the configuration names. Rank 0 keeps its own up for a moment if the start fails."""
     config = start.config
-    store, close = open_store(config, start.deadline, start.progress)
+    store, close = open_store(config, start.deadline, start.waiting)
     start.leave.callback(close)
-    prefix = f"{config.name}/{config.restarts}"
     if config.rank == 0 and config.hosts_store and config.store is None:
-        start.undo.callback(linger, store, prefix, config.world_size)
-    me = this_member([])
+        start.undo.callback(linger, store, _prefix(start), config.world_size)
+    return store
 
-    def inspect(rank: int, payload: bytes) -> None:
-        entry = Entry.from_bytes(rank, payload)
-        entry.check_place(start.rank, start.world_size)
-        if rank < start.rank and entry.member.host_id == me.host_id:
-            start.progress.speaks = False  # one line per host is enough
 
-    def publish(payload: bytes) -> list[bytes]:
-        return exchange(store, prefix, start.rank, start.world_size, payload, start.deadline, start.progress, inspect)
+def _prefix(start: Start) -> str:
+    return f"{start.config.name}/{start.config.restarts}"
 
-    return store, publish
+
+def _publish(start: Start, mine: Entry, store: Store | None, given: Exchange | None) -> list[Entry]:
+    """Returns the entries of all ranks."""
+    if store is None:
+        assert given is not None
+        return [Entry.from_bytes(rank, payload, mine) for rank, payload in enumerate(given(mine.to_bytes()))]
+
+    def read(rank: int, payload: bytes) -> Entry:
+        entry = Entry.from_bytes(rank, payload, mine)
+        if rank < start.rank and entry.info.host_id == mine.info.host_id:
+            start.waiting.speaks = False  # one line per host is enough
+        return entry
+
+    payload, place = mine.to_bytes(), (start.rank, start.world_size)
+    return exchange(store, _prefix(start), *place, payload, start.deadline, start.waiting, read)
 
 
 def _hosts(start: Start, store: Store | None) -> list[str]:
     """Where to listen: on loopback, or on what leads to the store as well."""
-    if start.transport != "tcp":
+    if start.row.reach != "network":
         return ["127.0.0.1"]
     local = store.local_host if isinstance(store, TcpStore | TorchStore) else None
     target = start.config.store_host
@@ -105,25 +114,24 @@ def _hosts(start: Start, store: Store | None) -> list[str]:
 
 
 def _entry(start: Start, addresses: list[Address], trouble: str = "") -> Entry:
-    return Entry(
-        start.rank, start.world_size, os.urandom(16), start.transport, start.contract, this_member(addresses), trouble
-    )
+    info = replace(start.me, addresses=addresses)
+    return Entry(start.rank, start.world_size, os.urandom(16), start.row.ranks_have, start.contract, info, trouble)
 
 
-def _wires(rank: int, world_size: int, neighbours: Neighbours) -> list[Wire]:
+def _link_keys(rank: int, world_size: int, neighbours: Neighbours) -> list[LinkKey]:
     others, mine = [r for r in range(world_size) if r != rank], neighbours(rank, world_size)
     near = {r for r in others if r in mine or rank in neighbours(r, world_size)}
     return [(peer, kind) for peer in others for kind in ("control", "data", "p2p") if kind != "data" or peer in near]
 
 
-def _preferred(start: Start, addresses: Sequence[Address]) -> list[Address]:
-    """Ways to shared memory come first, unless this rank wants none."""
-    near = [address for address in addresses if address[0].startswith("@")]
-    return [*(near if start.shares else []), *(address for address in addresses if address not in near)]
+def _usable(start: Start, addresses: Sequence[Address]) -> list[Address]:
+    """Those that this rank's transport can dial, the ones it prefers first."""
+    order = {address: start.transport.usable(address) for address in addresses}
+    return sorted((a for a in addresses if order[a] is not None), key=lambda a: order[a] or 0)
 
 
 def from_ring(start: Start, ring: Ring) -> Peers:
-    """Each rank waits for its left neighbour and dials its right one; what they know of each other comes with the hello."""
+    """Each rank waits for its left neighbour and dials its right one. The hello tells them who the other is."""
     rank, n = start.rank, start.world_size
     right, left = (rank + 1) % n, (rank - 1) % n
     addresses = [(host, ring.right_port) for host in resolve(ring.right_ip)]
@@ -134,11 +142,10 @@ def from_ring(start: Start, ring: Ring) -> Peers:
     near = is_loopback(ring.right_ip) and (ring.master_ip is None or is_loopback(ring.master_ip))
     hosts = hosts_to_bind(loopback=near, spec=start.config.interface)
     open_listeners(start, hosts if near or start.config.interface else [any_host()], ring.port)
-    warn_if_open(start, hosts)
     mine = _entry(start, [(host, ring.port) for host in hosts])
-    members = [mine.member if r == rank else None for r in range(n)]
+    infos = [mine.info if r == rank else None for r in range(n)]
     dials, accepts = [(right, kind) for kind in KINDS], [(left, kind) for kind in KINDS]
     if n == 2:  # both could dial; one direction is enough, and there must not be two links of a kind
         dials, accepts = (dials, []) if rank == 1 else ([], accepts)
     roster = Roster(start.config.name, start.config.secret, mine, [])
-    return Peers(roster, members, hosts, dials, accepts, {right: _preferred(start, addresses)})
+    return Peers(roster, infos, hosts, dials, accepts, {right: _usable(start, addresses)})

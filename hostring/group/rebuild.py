@@ -1,13 +1,13 @@
-"""Making a group whole again: who is still there or has come back, and which rank each of them gets.
+"""Rebuilding a group: which processes survived or rejoin, and which rank each of them gets.
 
-The rule for ranks: members are ordered by the rank they held or ask for, then by arrival, and numbered from 0 without gaps.
-So survivors keep their order, and a process that comes back as rank k stands where rank k stood.
+The rule for ranks: processes are ordered by the rank they held or ask for, then by arrival, and numbered from 0 without
+gaps. So survivors keep their order, and a process that rejoins as rank k takes the place of rank k.
 
-A generation is one attempt. Whoever wants to be in it registers under the next free number and shows from time to time that
-it is still there; the first survivor to register leads: it waits until enough are there, and writes the list of those. A
-generation whose leader falls silent is given up for the next one. A rank that dies after the list was written spoils the
-generation when its links are made; whoever is left meets again in a later one. Where every rank of the group asks to come back,
-nobody is left to open a generation: then the one that asks for rank 0 does.
+A generation is one attempt. Every process that wants to be in it registers under the next free number and then sends signs
+of life. The first survivor to register leads: it waits until enough processes are there, and writes the list of them. If
+the leader falls silent, the generation is given up for the next one. If a process dies after the list was written, the
+links of that generation fail, and the others try a later one. If every rank of the group asks to rejoin, no survivor can
+open a generation; then the process that asks for rank 0 opens it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,13 @@ from dataclasses import dataclass
 import msgpack
 
 from hostring.errors import RendezvousError
-from hostring.group.rendezvous import Progress
+from hostring.group.waiting import Waiting
 from hostring.store.stores import Store
 
-_PAUSE = 0.02
-_BEAT_SECONDS = 0.1  # between two signs of life
-
-SILENT_SECONDS = 3.0
-"""Without a sign of life for so long, a process that takes part is taken for dead."""
-
-GATHER_SECONDS = 3.5
-"""How long newcomers are waited for where it isn't sure who is left: longer than the dead are taken for living."""
+PAUSE_S = 0.02  # between two looks at the store
+BEAT_S = 0.1  # between two signs of life
+SILENT_S = 3.0  # without a sign of life, after which a process counts as dead
+GATHER_S = 3.5  # how long newcomers are waited for if it isn't sure who survived; more than SILENT_S
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class Seat:
 
 
 class _Pulse:
-    """Signs of life of one process: a counter in the store. Here they are counted, and there watched."""
+    """Signs of life of one process: a counter in the store, which it advances and others watch."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store, self._key = store, key
@@ -54,22 +50,22 @@ class _Pulse:
     def beat(self) -> None:
         now = time.monotonic()
         if now >= self._due:
-            self._due = now + _BEAT_SECONDS
+            self._due = now + BEAT_S
             self._store.add(self._key, 1)
 
     def silent(self) -> bool:
-        """Whether nothing was heard for long, as far as this watcher has listened."""
+        """Whether this watcher has heard nothing for `SILENT_S`."""
         now = time.monotonic()
         if now >= self._due:
-            self._due = now + _BEAT_SECONDS
+            self._due = now + BEAT_S
             value = self._store.add(self._key, 0)
             if value != self._value:
                 self._heard = self._value >= 0  # what was there before proves nothing
                 self._value, self._changed = value, now
-        return now - self._changed > SILENT_SECONDS
+        return now - self._changed > SILENT_S
 
     def lives(self) -> bool:
-        """Whether it was heard since this watcher listens, and not too long ago."""
+        """Whether this watcher has heard a sign of life, and not too long ago."""
         return not self.silent() and self._heard
 
 
@@ -80,10 +76,10 @@ class Regrouping:
         prefix: the group's name in the store.
         claim: the rank that this process held, or asks for.
         min_ranks: how many must be there. Every survivor should name the same number.
-        survivors: how many other members of the old group are known to be alive, asked again and again; None when nobody knows.
+        survivors: how many other ranks of the old group are known to be alive, called again and again; None if unknown.
         deadline: monotonic time.
-        expected: how many the old group had; where nobody knows who survives, nobody is waited for beyond that, and as many
-            newcomers know that nobody survived.
+        expected: how many ranks the old group had. If it is unknown who survived, no more than these are waited for, and
+            if all of them rejoin, nobody survived.
     """
 
     def __init__(
@@ -96,13 +92,13 @@ class Regrouping:
         deadline: float,
         expected: int = 0,
     ) -> None:
-        self._store, self._prefix, self._claim = store, f"{prefix}/again", claim
+        self._store, self._prefix, self._claim = store, f"{prefix}/rebuild", claim
         self._min_ranks, self._survivors, self._deadline = min_ranks, survivors, deadline
         self._expected = max(expected, min_ranks)
-        self._progress = Progress(claim, deadline)
+        self._waiting = Waiting(claim, deadline)
 
     def survive(self, generation: int) -> Seat:
-        """Take part as a member of the generation before `generation`, in that one or a later one.
+        """Take part as a survivor of the generation before `generation`, in that one or a later one.
 
         Raises:
             RendezvousError: too few ranks came in time, or the group was formed without this rank. The message says which.
@@ -125,8 +121,8 @@ class Regrouping:
                     raise
                 self._wait_a_little(f"for the store to come back ({exc})")
 
-    def come_back(self) -> Seat:
-        """Take part as a process that was not a member: in a generation that the survivors open, or one that all newcomers form.
+    def rejoin(self) -> Seat:
+        """Take part as a new process: in a generation that the survivors open, or in one that new processes form.
 
         Raises:
             RendezvousError: none was opened in time.
@@ -142,9 +138,8 @@ class Regrouping:
                         return seat
                 if self._claim < len(lobby):
                     lobby[self._claim].beat()
-                if (
-                    self._claim == 0 and sum(pulse.lives() for pulse in lobby[1:]) == len(lobby) - 1
-                ):  # each is asked, to be heard
+                # `lives` is called for every one, since it listens only while it is called
+                if self._claim == 0 and sum(pulse.lives() for pulse in lobby[1:]) == len(lobby) - 1:
                     self._min_ranks = self._expected
                     return self.survive(generation + 1)
             except ConnectionError as exc:
@@ -154,7 +149,7 @@ class Regrouping:
 
     def _latest(self, generation: int) -> int:
         """The latest generation that was opened, or `generation` where that is later."""
-        hint = f"{self._prefix}/opened"  # never too high; that it may be too low costs a few questions
+        hint = f"{self._prefix}/opened"  # never too high, but it may be too low
         known = int(self._store.get(hint, 1.0)) if self._store.check([hint]) else 0
         latest = max(generation, known)
         while self._store.check([f"{self._prefix}/{latest + 1}/open"]):
@@ -164,7 +159,7 @@ class Regrouping:
         return latest
 
     def _register(self, generation: int, leads: bool = False) -> Seat | None:
-        """Come in, and wait for the list of members. None when this one is not on it, or nobody leads any more."""
+        """Register, and wait for the list. None if this process is not on it, or nobody leads any more."""
         base = f"{self._prefix}/{generation}"
         if self._store.check([f"{base}/list"]):
             return None
@@ -178,12 +173,12 @@ class Regrouping:
                 return None
             mine.beat()
             self._wait_a_little(f"for the others to rebuild the group (at least {self._min_ranks})")
-        members: list[list[int]] = msgpack.unpackb(self._store.get(f"{base}/list", 5.0))
-        order = [arrival for _, arrival in sorted((claim, arrival) for claim, arrival in members)]
+        listed: list[list[int]] = msgpack.unpackb(self._store.get(f"{base}/list", 5.0))
+        order = [arrival for _, arrival in sorted((claim, arrival) for claim, arrival in listed)]
         return Seat(order.index(number), len(order), generation) if number in order else None
 
     def _lead(self, base: str, number: int, mine: _Pulse, leader: _Pulse) -> None:
-        """Wait until enough ranks came, and all known survivors among them, then close the list."""
+        """Wait until enough processes came, with all known survivors, then write the list."""
         pulses: dict[int, _Pulse] = {}
         claims: dict[int, int] = {}
         newest = time.monotonic()
@@ -197,9 +192,9 @@ class Regrouping:
                 claims[k] = self._claim_of(f"{base}/{k}")
             here = [k for k, pulse in pulses.items() if k == number or pulse.lives()]
             known = 0 if self._survivors is None else self._survivors()
-            twice = len({claims[k] for k in here}) < len(here)  # one of the two may be dead: it will fall silent
+            twice = len({claims[k] for k in here}) < len(here)  # one of the two may be dead, and will fall silent
             sure = not twice and (self._survivors is not None or len(here) >= self._expected)
-            if len(here) >= max(self._min_ranks, 1 + known) and (sure or time.monotonic() > newest + GATHER_SECONDS):
+            if len(here) >= max(self._min_ranks, 1 + known) and (sure or time.monotonic() > newest + GATHER_S):
                 break
             self._wait_a_little("for ranks to come back", f"{len(here)} here, at least {self._min_ranks} needed")
         self._store.set(f"{base}/list", msgpack.packb([[claims[k], k] for k in here]))
@@ -207,12 +202,12 @@ class Regrouping:
     def _claim_of(self, key: str) -> int:
         try:
             claim: int = msgpack.unpackb(self._store.get(key, 1.0))
-        except TimeoutError:  # it died before it could say so, and will never be heard
+        except TimeoutError:  # it died before it could say which
             return -1
         return claim
 
     def _wait_a_little(self, what: str, state: str = "") -> None:
-        self._progress.waits(what, state)
+        self._waiting.tell(what, state)
         if time.monotonic() > self._deadline:
             raise RendezvousError(f"rank {self._claim} waited in vain {what}{f' ({state})' if state else ''}")
-        time.sleep(_PAUSE)
+        time.sleep(PAUSE_S)

@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgpack
 
 from hostring.errors import HandshakeError, RendezvousError
-from hostring.store.client import StoreRefusedError, TcpStore
-from hostring.store.stores import MemoryStore, Store, TorchStore
+from hostring.group.waiting import Waiting, names
+from hostring.store.stores import Store
 
-__all__ = [
-    "MemoryStore",
-    "Progress",
-    "Store",
-    "StoreRefusedError",
-    "TcpStore",
-    "TorchStore",
-    "exchange",
-    "linger",
-    "names",
-]
+LAST_WORDS_S = 2.0  # how long rank 0 keeps the store up after a failed start, so that the others hear why
+LOOK_S = 0.25  # how long one rank is waited for before the others are looked at
+RETRY_PAUSE_S = 0.05  # before a store that is gone is tried again
 
-log = logging.getLogger("hostring")
-
-FIRST_NEWS, MORE_NEWS = 2.0, 10.0
-"""Seconds of waiting before the first and between further lines of progress."""
-
-LAST_WORDS = 2.0
-"""Seconds that rank 0 keeps the store up after a failed start, so that the others hear why."""
-
-ENDED = "launch/ended"
+ENDED_KEY = "launch/ended"
 """Under this key a launcher says which of its ranks have ended, and how."""
 
-Inspect = Callable[[int, bytes], None]
+Read = Callable[[int, bytes], Any]
+"""Decodes what a rank published."""
 
 
 def tell_ended(store: Store, ended: Mapping[int, str]) -> None:
@@ -47,49 +32,7 @@ def tell_ended(store: Store, ended: Mapping[int, str]) -> None:
         store: where the ranks meet.
         ended: how, in words, by rank: "exited with code 0".
     """
-    store.set(ENDED, msgpack.packb({str(rank): how for rank, how in ended.items()}))
-
-
-class Progress:
-    """Says who is waited for, at WARNING level so that a person sees it without having set up logging."""
-
-    def __init__(self, rank: int, deadline: float) -> None:
-        self.speaks = True
-        self.rank = rank
-        self._start = time.monotonic()
-        self._deadline = deadline
-        self._due = self._start + FIRST_NEWS
-
-    def waits(self, what: str, state: str = "") -> None:
-        """To be called often: prints a line when one is due.
-
-        Args:
-            what: "for rank 1, 3".
-            state: "2 of 4 here".
-        """
-        now = time.monotonic()
-        if now < self._due:
-            return
-        self._due = now + MORE_NEWS
-        if self.speaks:
-            times = f"{now - self._start:.0f} s of {self._deadline - self._start:.0f} s"
-            log.warning("hostring: rank %d waits %s (%s)", self.rank, what, f"{state}, {times}" if state else times)
-
-    def next_phase(self) -> None:
-        """Something else is waited for from now on, by every rank alone."""
-        self.speaks = True
-        self._due = max(self._due, time.monotonic() + FIRST_NEWS)
-
-    def until_due(self) -> float:
-        """Seconds until the next line is due."""
-        return max(0.0, self._due - time.monotonic())
-
-
-def names(ranks: Iterable[int]) -> str:
-    """ "rank 1, 3", with a long list shortened."""
-    listed = sorted(ranks)
-    shown = ", ".join(map(str, listed[:16]))
-    return f"rank {shown}" + (f" and {len(listed) - 16} more" if len(listed) > 16 else "")
+    store.set(ENDED_KEY, msgpack.packb({str(rank): how for rank, how in ended.items()}))
 
 
 def exchange(
@@ -99,9 +42,9 @@ def exchange(
     world_size: int,
     payload: bytes,
     deadline: float,
-    progress: Progress | None = None,
-    inspect: Inspect | None = None,
-) -> list[bytes]:
+    waiting: Waiting | None = None,
+    read: Read = lambda rank, payload: payload,
+) -> list[Any]:
     """Publish `payload` and collect that of every rank.
 
     Each call of a rank under one `prefix` in one store starts a new generation, so that the second group that the same
@@ -115,98 +58,90 @@ def exchange(
         world_size: number of ranks.
         payload: at most about 1 MB.
         deadline: monotonic time.
-        progress: told who is missing.
-        inspect: called with each rank and payload as it comes. When it raises HandshakeError, all ranks raise that.
+        waiting: is told who is missing.
+        read: called with each rank and its payload as soon as it is there. If it raises HandshakeError, all ranks do.
 
     Returns:
-        The payloads by rank.
+        what `read` made of the payloads, by rank.
 
     Raises:
         RendezvousError: the deadline passed; names the ranks that did not come.
-        HandshakeError: from `inspect`, here or on another rank.
+        HandshakeError: from `read`, here or on another rank.
     """
-    progress = progress or Progress(rank, deadline)
+    collecting = _Collecting(store, prefix, rank, world_size, deadline, waiting or Waiting(rank, deadline), read)
     while True:
         try:
-            generation = store.add(f"{prefix}/{rank}/joins", 1)
-            collecting = _Collecting(
-                store, f"{prefix}/{generation}", rank, world_size, deadline, progress, inspect, generation
-            )
             return collecting.run(payload)
         except ConnectionError as exc:
             if isinstance(exc, (RendezvousError, HandshakeError)):
                 raise
-            if time.monotonic() + 0.05 >= deadline:
+            if time.monotonic() + RETRY_PAUSE_S >= deadline:
                 raise unreachable(rank, exc) from exc
-            time.sleep(0.05)
-
-
-def unreachable(rank: int, exc: BaseException) -> RendezvousError:
-    """What to raise when the deadline has passed and there is no store."""
-    return RendezvousError(
-        f"rank {rank} could not reach the store in time; is rank 0 up, and MASTER_ADDR an address of its host? {exc}", 0
-    )
+            time.sleep(RETRY_PAUSE_S)
 
 
 @dataclass
 class _Collecting:
-    """One generation of one exchange."""
+    """One rank's part in one exchange."""
 
     store: Store
-    base: str
+    prefix: str
     rank: int
     world_size: int
     deadline: float
-    progress: Progress
-    inspect: Inspect | None
-    generation: int
-    found: dict[int, bytes] = field(default_factory=dict)
+    waiting: Waiting
+    read: Read
+    generation: int = 0
+    found: dict[int, Any] = field(default_factory=dict)
 
-    def run(self, payload: bytes) -> list[bytes]:
-        self.store.set(f"{self.base}/{self.rank}", payload)
-        self.found[self.rank] = payload
+    def run(self, payload: bytes) -> list[Any]:
+        self.found.clear()
+        self.generation = self.store.add(f"{self.prefix}/{self.rank}/joins", 1)
+        self.store.set(self._key(self.rank), payload)
         while missing := self._missing():
             left = self.deadline - time.monotonic()
             if left <= 0:
                 raise RendezvousError(self._in_vain(missing), missing[0])
             try:
-                self._take(missing[0], min(left, self.progress.until_due(), 1.0))
+                self._take(missing[0], min(left, LOOK_S))
             except TimeoutError:
                 self._look_around(missing[1:])
-        self.store.add(f"{self.base}/read", 1)
+        self.store.add(self._key("read"), 1)
         return [self.found[r] for r in range(self.world_size)]
+
+    def _key(self, name: int | str) -> str:
+        return f"{self.prefix}/{self.generation}/{name}"
 
     def _missing(self) -> list[int]:
         return [r for r in range(self.world_size) if r not in self.found]
 
     def _take(self, rank: int, timeout: float) -> None:
-        self.found[rank] = self.store.get(f"{self.base}/{rank}", timeout)
-        if self.inspect is not None:
-            try:
-                self.inspect(rank, self.found[rank])
-            except HandshakeError as exc:
-                self.store.set(f"{self.base}/failed", str(exc).encode())
-                self.store.add(f"{self.base}/read", 1)
-                raise
+        payload = self.store.get(self._key(rank), timeout)
+        try:
+            self.found[rank] = self.read(rank, payload)
+        except HandshakeError as exc:
+            self.store.set(self._key("failed"), str(exc).encode())
+            self.store.add(self._key("read"), 1)
+            raise
 
-    def _look_around(self, others: Iterable[int]) -> None:
+    def _look_around(self, others: list[int]) -> None:
         for r in others:
-            if self.store.check([f"{self.base}/{r}"]):
+            if self.store.check([self._key(r)]):
                 self._take(r, 1.0)
-        if self.store.check([f"{self.base}/failed"]):
-            self.store.add(f"{self.base}/read", 1)
-            raise HandshakeError(self.store.get(f"{self.base}/failed", 1.0).decode())
+        if self.store.check([self._key("failed")]):
+            self.store.add(self._key("read"), 1)
+            raise HandshakeError(self.store.get(self._key("failed"), 1.0).decode())
         if missing := self._missing():
             self._check_ended(missing)
-            self.progress.waits(f"for {names(missing)}{self._doubt()}", f"{len(self.found)} of {self.world_size} here")
+            self.waiting.tell(f"for {names(missing)}{self._doubt()}", f"{len(self.found)} of {self.world_size} here")
 
     def _check_ended(self, missing: Sequence[int]) -> None:
         """Don't wait for a rank whose process has ended, as its launcher says."""
-        if not self.store.check([ENDED]):
+        if not self.store.check([ENDED_KEY]):
             return
-        ended = dict(msgpack.unpackb(self.store.get(ENDED, 1.0)))
+        ended = dict(msgpack.unpackb(self.store.get(ENDED_KEY, 1.0)))
         for r in missing:
-            if str(r) in ended and not self.store.check([f"{self.base}/{r}"]):  # it may have come since we looked
+            if str(r) in ended and not self.store.check([self._key(r)]):  # it may have come since we looked
                 raise RendezvousError(
                     f"rank {self.rank} waits for rank {r}, which {ended[str(r)]} before it joined; "
                     f"every rank must call hostring.init",
@@ -222,14 +157,22 @@ class _Collecting:
 
     def _in_vain(self, missing: list[int]) -> str:
         return (
-            f"rank {self.rank} waited in vain for {names(missing)}{self._doubt()}; {len(self.found)} of {self.world_size} came. "
-            f"Start them with the same rendezvous and world size, or raise timeout= if they are only late"
+            f"rank {self.rank} waited in vain for {names(missing)}{self._doubt()}; {len(self.found)} of "
+            f"{self.world_size} came. Start them with the same rendezvous and world size, or raise timeout= if they "
+            f"are only late"
         )
 
 
+def unreachable(rank: int, exc: BaseException) -> RendezvousError:
+    """What to raise when the deadline has passed and there is no store."""
+    return RendezvousError(
+        f"rank {rank} could not reach the store in time; is rank 0 up, and MASTER_ADDR an address of its host? {exc}", 0
+    )
+
+
 def linger(store: Store, prefix: str, world_size: int) -> None:
-    """Wait a moment until all ranks have read what is in the store, or know of the failure, before it goes away."""
-    until = time.monotonic() + LAST_WORDS
+    """Wait until all ranks have read what is in the store, or know of the failure, at most `LAST_WORDS_S`."""
+    until = time.monotonic() + LAST_WORDS_S
     with contextlib.suppress(OSError):
         generation = store.add(f"{prefix}/0/joins", 0)
         while time.monotonic() < until and store.add(f"{prefix}/{generation}/read", 0) < world_size:

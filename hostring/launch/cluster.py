@@ -15,7 +15,8 @@ from hostring.errors import HandshakeError, RendezvousError
 from hostring.store.client import StoreRefusedError, TcpStore
 from hostring.store.server import StoreServer
 from hostring.store.stores import Store
-from hostring.transports.addresses import Address, hosts_to_bind, join_address, listen
+from hostring.transports.addresses import Address, hosts_to_bind, join_address
+from hostring.transports.tcp import listen_at
 
 _VERSION = 1
 _SECRET_NBYTES = 16
@@ -119,9 +120,9 @@ class Cluster:
             raise ValueError(f"world_size={world_size}: a cluster has at least 2 ranks")
         secret = secrets.token_bytes(_SECRET_NBYTES)
         places = list(hosts) or hosts_to_bind(loopback=False, spec=os.environ.get("HOSTRING_INTERFACE"))
-        sockets = [listen(places[0], port)]
+        sockets = [listen_at(places[0], port)]
         port = sockets[0].getsockname()[1]
-        sockets += [listen(place, port) for place in places[1:]]
+        sockets += [listen_at(place, port) for place in places[1:]]
         self._server = StoreServer(sockets, secret.hex().encode())
         self.token = Token(tuple((place, port) for place in places), world_size, int(time.time() + lifetime), secret)
         self._store = TcpStore.at(places[0], port, secret=secret.hex().encode())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hostring.group.peer_info import usable_cores
+from hostring.group.host_info import usable_cores
 
 
 def core_for(local_rank: int) -> int:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from hostring.group.peer_info import cpu_quota, usable_cores
+from hostring.group.host_info import cpu_quota, usable_cores
 from hostring.launch.cluster import Token
-from hostring.transports.addresses import interfaces, is_loopback, join_address, listen, resolve, route_to
+from hostring.transports.addresses import interfaces, is_loopback, join_address, resolve, route_to
+from hostring.transports.tcp import listen_at
 
 Verdict = Literal["ok", "look", "bad"]
 
@@ -185,7 +186,7 @@ class Listener:
     """The other end of `check_peer`: answers on `host` and `port` until closed. Sends nothing unasked, keeps nothing."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._socket = listen(host, port)
+        self._socket = listen_at(host, port)
         self._socket.setblocking(True)
         self.port: int = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="hostring-doctor", daemon=True)

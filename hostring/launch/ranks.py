@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hostring.errors import HostringError
-from hostring.group.peer_info import usable_cores
+from hostring.group.host_info import usable_cores
 from hostring.group.rendezvous import tell_ended
 from hostring.launch.orphans import LAUNCHER
 from hostring.launch.output import Output
@@ -18,7 +18,8 @@ from hostring.launch.processes import Processes
 from hostring.launch.restarts import Revival
 from hostring.store.client import TcpStore
 from hostring.store.server import StoreServer
-from hostring.transports.addresses import join_address, listen
+from hostring.transports.addresses import join_address
+from hostring.transports.tcp import listen_at
 
 GRACE_S = 5.0  # how long ranks have to end by themselves after each signal, before they get a stronger one
 LAST_WORDS_S = 2.0  # how long ranks have to notice that another one has failed, and to say so
@@ -62,7 +63,7 @@ def launch(
         raise ValueError("argv is empty: give a script, or -m and a module")
     secret = (env or {}).get("HOSTRING_SECRET") or secrets.token_hex(32)
     with contextlib.ExitStack() as stack:
-        server = StoreServer([listen("127.0.0.1", 0)], secret.encode())
+        server = StoreServer([listen_at("127.0.0.1", 0)], secret.encode())
         stack.callback(server.close)
         store = TcpStore.at("127.0.0.1", server.port, secret=secret.encode())
         stack.callback(store.close)

@@ -12,7 +12,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 
-Address = tuple[str, int]
+from hostring.transports.addresses import Address
 
 
 def folder() -> str:

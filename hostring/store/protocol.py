@@ -1,6 +1,6 @@
 """Small messages of start-up: msgpack behind a four-byte length, bounded before a byte of it is believed.
 
-The links' own frames are in `wire`; these are for the store and for the hello.
+They serve the store and the hello. The frames of a link are in `hostring.engine.frames`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgpack
@@ -43,19 +44,38 @@ def unpack(data: bytes) -> Any:
         raise ValueError(f"not a message of hostring: {type(exc).__name__}: {exc}") from exc
 
 
-def typed(wire: Any, key: Any, kind: type[T]) -> T:
-    """`wire[key]`, which must be a `kind` itself: a conversion could do too much, as `bytes(10**9)` does.
+def typed(packed: Any, key: Any, kind: type[T]) -> T:
+    """`packed[key]`, which must be a `kind` itself: a conversion could do too much, as `bytes(10**9)` does.
 
     Raises:
-        ValueError: it isn't, or isn't there.
+        ValueError: it is missing, or of another type.
     """
     try:
-        value = wire[key]
+        value = packed[key]
     except (KeyError, IndexError, TypeError):
         raise ValueError(f"{key!r} is missing") from None
     if type(value) is not kind:
         raise ValueError(f"{key!r} is no {kind.__name__}")
     return value
+
+
+def typed_fields(packed: Any, kinds: Mapping[str, type | list[type]]) -> dict[str, Any]:
+    """The fields of the dict `packed` that `kinds` names; `[int]` stands for a list of nothing but int.
+
+    Raises:
+        ValueError: it is no dict, or a field is missing or of another type.
+    """
+    if not isinstance(packed, dict):
+        raise ValueError("not a dict of fields")
+    found = {}
+    for key, kind in kinds.items():
+        found[key] = value = packed.get(key)
+        if isinstance(kind, list):
+            if type(value) is not list or any(type(item) is not kind[0] for item in value):
+                raise ValueError(f"{key!r} is no list of {kind[0].__name__}")
+        elif type(value) is not kind:
+            raise ValueError(f"{key!r} is no {kind.__name__}" if key in packed else f"{key!r} is missing")
+    return found
 
 
 def framed(data: bytes) -> bytes:

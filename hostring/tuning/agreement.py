@@ -117,7 +117,7 @@ def _decide(session: Session) -> tuple[str, str, _Plain, Tuning | None]:
 
 def _one_host(session: Session) -> bool:
     """Whether all ranks are known to be on one network stack."""
-    stacks = {m.net_id if m is not None else None for m in session.group.members}
+    stacks = {m.net_id if m is not None else None for m in session.group.peer_infos}
     return len(stacks) == 1 and None not in stacks
 
 

@@ -84,7 +84,7 @@ class _Probes:
         gap = max(_LEAST_GAP, (more - few) / (_MORE_MESSAGES - _FEW_MESSAGES))
         forth, back = self._per_byte(a, b, _stream), self._per_byte(b, a, _stream)
         both = self._per_byte(a, b, _exchange)
-        ours, theirs = self._session.group.members[a], self._session.group.members[b]
+        ours, theirs = self._session.group.peer_infos[a], self._session.group.peer_infos[b]
         near = ours is not None and theirs is not None and ours.net_id == theirs.net_id
         return Pair(a, b, trip, gap, forth, back, both, near)
 
@@ -213,7 +213,7 @@ def _lines(pairs: list[Pair], per_message: list[float]) -> Iterator[tuple[tuple[
 
 def _homes(session: Session) -> tuple[list[int], list[int]]:
     """The host of each rank, as numbers from 0, and the cores of each host: those of a machine, divided among its network stacks."""
-    members = session.group.members
+    members = session.group.peer_infos
     known: dict[str, int] = {}
     home = [known.setdefault(m.net_id if m is not None else f"rank {r}", len(known)) for r, m in enumerate(members)]
     cores = []

@@ -176,7 +176,7 @@ def tuning_path(session: Session) -> Path:
     group = session.group
     stacks: dict[str, int] = {}
     who = [
-        (m.hostname, stacks.setdefault(m.net_id, len(stacks))) if m is not None else ("?", -1) for m in group.members
+        (m.hostname, stacks.setdefault(m.net_id, len(stacks))) if m is not None else ("?", -1) for m in group.peer_infos
     ]
     key = json.dumps([who, group.transport, session.tuner.topology.name])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -21,10 +21,10 @@ from oracle import bits, fold_in_order, force, rank_distinct
 
 from hostring.comm import Comm
 from hostring.errors import HostringError
-from hostring.group.rendezvous import TcpStore
+from hostring.rendezvous import TcpStore
 from hostring.store.server import StoreServer
 from hostring.transports import tcp
-from hostring.transports.addresses import listen
+from hostring.transports.tcp import listen_at
 
 N_ELEMENTS = 3000
 SEGMENT = 250
@@ -149,7 +149,7 @@ def run_threads(cells: list[Cell]) -> dict[Cell, list[Outcome]]:
             store.close()
 
     for cell in cells:
-        servers.append(StoreServer([listen("127.0.0.1", 0)], SECRET))
+        servers.append(StoreServer([listen_at("127.0.0.1", 0)], SECRET))
         fault = Fault(cell.fault)
         for rank in range(cell.world_size):
             thread = threading.Thread(target=body, args=(cell, rank, servers[-1].port, fault), daemon=True)
@@ -173,7 +173,7 @@ def run_threads(cells: list[Cell]) -> dict[Cell, list[Outcome]]:
 def process_body(cell: Cell, rank: int, port: int, pipe: Any, network: str | None, folder: str | None) -> None:
     """In the child."""
     tempfile.tempdir = folder
-    tcp.HOST_SECONDS = HOST_SECONDS
+    tcp.HOST_ANSWER_S = HOST_SECONDS
     before = what_is_there()
     fault = Fault(cell.fault)
     host = "127.0.0.1"
@@ -199,7 +199,7 @@ def run_processes(cells: list[Cell], networks: list[str | None], context: Any) -
     servers: list[StoreServer] = []
     children: list[tuple[Cell, int, Any, Any]] = []
     for cell, network in zip(cells, networks, strict=True):
-        sock = listen("127.0.0.1", 0) if network is None else listening_in(network)
+        sock = listen_at("127.0.0.1", 0) if network is None else listening_in(network)
         servers.append(StoreServer([sock], SECRET))
         for rank in range(cell.world_size):
             ours, theirs = context.Pipe(duplex=False)

@@ -254,7 +254,7 @@ def test_ctrl_c_leaves_the_call_at_once_and_the_others_are_told(run_processes):
 
 
 def test_groups_can_follow_each_other_on_one_store(run_ranks):
-    from hostring.group.rendezvous import MemoryStore
+    from hostring.rendezvous import MemoryStore
 
     store = MemoryStore()
     for _ in range(3):

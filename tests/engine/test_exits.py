@@ -24,7 +24,7 @@ from hostring import GroupClosedError, HostringError, OperationTimeout
 from hostring.group.config import from_environment
 from hostring.group.contract import contract, neighbours
 from hostring.group.group import connect
-from hostring.group.rendezvous import MemoryStore
+from hostring.rendezvous import MemoryStore
 from hostring.tuning.agreement import open_session
 
 SOON = 10.0  # seconds, on a busy machine; the deadlines of these groups are far beyond

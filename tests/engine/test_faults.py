@@ -36,7 +36,7 @@ from fault_groups import (
 from faulty import BY_PROCESS, FATAL, HARMLESS, TOPOLOGIES
 
 from hostring.store.server import StoreServer
-from hostring.transports.addresses import listen
+from hostring.transports.tcp import listen_at
 
 PHASES = ("rendezvous", "hello", "idle", "first", "second")
 DETECTED = {"kill": "PeerLostError", "close": "PeerLostError", "reset": "PeerLostError", "truncated": "PeerLostError"}
@@ -74,7 +74,7 @@ def judge(cell: Cell, outcomes: list[Outcome]) -> list[str]:
 @pytest.fixture(scope="module", autouse=True)
 def spoiled() -> Iterator[None]:
     multiprocessing.util.get_temp_dir()  # now, and not in a test's own folder
-    StoreServer([listen("127.0.0.1", 0)], SECRET).close()  # libuv opens a pipe for its signals once in a process
+    StoreServer([listen_at("127.0.0.1", 0)], SECRET).close()  # libuv opens a pipe for its signals once in a process
     with faulty.hellos_spoiled():
         yield
 

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hostring.group.rendezvous import TcpStore
+from hostring.rendezvous import TcpStore
 from hostring.store.protocol import framed, pack, prove, unpack
 from hostring.store.server import StoreServer
-from hostring.transports.addresses import listen
+from hostring.transports.tcp import listen_at
 
 EXAMPLES = int(os.environ.get("HOSTRING_FUZZ_EXAMPLES", "60"))
 SECRET = b"of the store"
@@ -164,9 +164,9 @@ def stranger(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
-@pytest.mark.parametrize("connect", [stranger, admitted], ids=["stranger", "member"])
+@pytest.mark.parametrize("connect", [stranger, admitted], ids=["stranger", "info"])
 def test_nothing_that_is_said_to_a_store_stops_it(connect: Callable[[int], socket.socket]) -> None:
-    server = StoreServer([listen("127.0.0.1", 0)], SECRET)
+    server = StoreServer([listen_at("127.0.0.1", 0)], SECRET)
     seeds = [
         framed(pack(r, 999))
         for r in ([7, "set", "k", b"v"], [8, "get", "k", 0.0], [9, "check", ["k"]], [10, "add", "n", 1])

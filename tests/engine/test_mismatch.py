@@ -11,7 +11,7 @@ import hostring
 from hostring import CollectiveMismatch, HostringError
 from hostring.arrays.dtypes import CODES
 from hostring.engine.frames import Call, decode
-from hostring.group.rendezvous import MemoryStore
+from hostring.rendezvous import MemoryStore
 
 F32 = np.float32
 TOPOLOGIES = [("mesh", "rank"), ("ring", "rank"), ("star", "rank"), ("tree", "tree")]

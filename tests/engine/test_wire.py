@@ -13,7 +13,7 @@ from oracle import bits, fold_in_order, rank_distinct
 import hostring
 from hostring.bench.certify_links import certify_on_links
 from hostring.errors import GroupClosedError, HandshakeError
-from hostring.group.rendezvous import MemoryStore
+from hostring.rendezvous import MemoryStore
 from hostring.topologies.proof import NotCertified, combinations
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from hostring.group.config import Config
-from hostring.group.rendezvous import TcpStore
+from hostring.rendezvous import TcpStore
 from hostring.store.server import StoreServer
 
 SECRET = b"known to the group"

@@ -15,7 +15,7 @@ from ranks import free_port, side_by_side
 
 from hostring.group.config import Config
 from hostring.group.group import Group, connect
-from hostring.group.rendezvous import MemoryStore
+from hostring.rendezvous import MemoryStore
 
 CONTRACT = {"order": "rank"}
 KINDS = ("data", "control", "p2p")

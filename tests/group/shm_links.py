@@ -10,11 +10,11 @@ import time
 import pytest
 from link_contract import LEFT, RIGHT, Pair
 
-from hostring.transports import sharing, shm
+from hostring.transports import memory_order, sharing
 from hostring.transports.mapping import PAGE
 from hostring.transports.shm import ShmLink
 
-pytestmark = pytest.mark.skipif(bool(shm.unsupported()), reason=shm.unsupported())
+pytestmark = pytest.mark.skipif(bool(memory_order.unsupported()), reason=memory_order.unsupported())
 DEADLINE = 20.0
 DATA = (RIGHT, "data")
 

@@ -16,10 +16,12 @@ from forming import CONTRACT, close_all, configs, everyone, talk
 from ranks import side_by_side
 
 from hostring.errors import HandshakeError
-from hostring.group import dialing as wiring
+from hostring.group import accepting, greeting
+from hostring.group.connecting import Connecting
 from hostring.group.group import connect
 from hostring.group.handshake import Hello, dial
-from hostring.group.roster import Entry, Roster
+from hostring.group.peer_info import Entry
+from hostring.group.roster import Roster
 from hostring.store.protocol import framed
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -31,20 +33,20 @@ class OpenStart:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
         self.release = threading.Event()
         self.sent_to_0: list[bytes] = []
-        real_run, real_send = wiring.Wiring.run, wiring.send
+        real_run, real_send = Connecting.run, greeting.send
 
-        def held(work: wiring.Wiring) -> Any:
-            if work.hello.rank == 2:
+        def held(work: Connecting, *until: Any) -> None:
+            if work.greeted.hello.rank == 2:
                 self.release.wait(30)
-            return real_run(work)
+            real_run(work, *until)
 
         async def tapped(sock: socket.socket, data: bytes) -> None:
             if sock.getpeername() == self.address:
                 self.sent_to_0.append(data)
             await real_send(sock, data)
 
-        monkeypatch.setattr(wiring.Wiring, "run", held)
-        monkeypatch.setattr(wiring, "send", tapped)
+        monkeypatch.setattr(Connecting, "run", held)
+        monkeypatch.setattr(greeting, "send", tapped)
         self.address = ("", 0)
         three = configs(3, **changes)
         self.groups: list[Any] = []
@@ -55,7 +57,7 @@ class OpenStart:
 
         def see(key: str, value: bytes) -> None:
             if key == "world/0/1/0":
-                self.address = next(a for a in Entry.from_bytes(0, value).member.addresses if a[0] == "127.0.0.1")
+                self.address = next(a for a in Entry.from_bytes(0, value).info.addresses if a[0] == "127.0.0.1")
             published(key, value)
 
         monkeypatch.setattr(store, "set", see)
@@ -137,7 +139,7 @@ def test_fifty_strangers_neither_get_in_nor_hold_up_the_start(
 
 
 def test_more_silent_strangers_than_fit_make_room(open_start: OpenStart) -> None:
-    strangers = [open_start.stranger(b"\x10") for _ in range(wiring.STRANGERS_LIMIT + 50)]
+    strangers = [open_start.stranger(b"\x10") for _ in range(accepting.MAX_STRANGERS + 50)]
     assert open_start.finish() < 4.0
     for sock in strangers:
         sock.close()
@@ -146,7 +148,8 @@ def test_more_silent_strangers_than_fit_make_room(open_start: OpenStart) -> None
 def test_a_silent_stranger_is_dropped_in_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(wiring, "HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(greeting, "HELLO_S", 0.5)
+    monkeypatch.setattr(accepting, "HELLO_S", 0.5)
     start = OpenStart(monkeypatch)
     started = time.monotonic()
     with start.stranger(b"\x10") as sock:
@@ -176,7 +179,7 @@ def test_who_does_not_belong_is_refused_and_the_start_goes_on(
     while reason == "duplicate" and len(open_start.sent_to_0) < 6 and time.monotonic() < end:
         time.sleep(0.01)  # rank 1 must have got there first
     honest = open_start.roster(2)
-    hello = replace(honest.hello(), **{"kind": "control", **change})
+    hello = replace(honest.hello, **{"kind": "control", **change})
     with pytest.raises(HandshakeError) as refused:
         dial_by_hand(open_start.address, hello, 0, open_start.roster(2, given_secret).secret)
     assert getattr(refused.value, "reason", None) == reason

@@ -25,7 +25,7 @@ def test_torchrun_brings_its_store() -> None:
     }
     config = from_environment(environ=environ)
     assert from_environment(store="torch's", environ=environ).store_host == "node0", "it tells where to listen"
-    assert (config.rank, config.world_size, config.local_rank) == (3, 4, 1)
+    assert (config.rank, config.world_size) == (3, 4)
     assert (config.store_host, config.store_port, config.torch_store, config.hosts_store) == (
         "node0",
         29400,
@@ -57,7 +57,7 @@ def test_open_mpi() -> None:
         "PMIX_NAMESPACE": "prterun-host-5267@1",
     }
     config = from_environment(environ=environ)
-    assert (config.rank, config.world_size, config.local_rank, config.store_host) == (1, 2, 1, None)
+    assert (config.rank, config.world_size, config.store_host) == (1, 2, None)
     assert config.job == from_environment(environ={**environ, "OMPI_COMM_WORLD_RANK": "0"}).job
     assert config.job != from_environment(environ={**environ, "PMIX_NAMESPACE": "prterun-host-5268@1"}).job
     across = from_environment(environ={**environ, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "node7"})
@@ -67,7 +67,7 @@ def test_open_mpi() -> None:
 def test_mpich() -> None:
     environ = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
     config = from_environment(environ=environ)
-    assert (config.rank, config.world_size, config.local_rank) == (0, 2, 0)
+    assert (config.rank, config.world_size) == (0, 2)
     assert config.job is not None
     with pytest.raises(ValueError, match="MPICH says that this is rank 0 of 4"):
         from_environment(environ={**environ, "PMI_SIZE": "4"})
@@ -96,7 +96,7 @@ def test_slurm() -> None:
         "SLURM_STEP_NODELIST": "gpu[09-11],login2",
     }
     config = from_environment(environ=environ)
-    assert (config.rank, config.world_size, config.local_rank, config.store_host) == (5, 8, 1, "gpu09")
+    assert (config.rank, config.world_size, config.store_host) == (5, 8, "gpu09")
     assert 61440 <= config.store_port < 65536
     assert config.store_port != from_environment(environ={**environ, "SLURM_STEP_ID": "1"}).store_port
     assert from_environment(environ={**environ, "SLURM_NNODES": "1"}).store_host == "127.0.0.1"

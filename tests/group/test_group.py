@@ -15,7 +15,7 @@ from ranks import free_port, side_by_side
 from hostring.errors import PeerLostError
 from hostring.group.config import Config
 from hostring.group.group import Group, connect
-from hostring.group.rendezvous import MemoryStore
+from hostring.rendezvous import MemoryStore
 from hostring.transports.addresses import is_loopback
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -32,8 +32,8 @@ def test_every_pair_is_linked(transport: str, world_size: int) -> None:
         for kind in KINDS:
             assert set(getattr(group, kind)) == others[r]
         assert len(group.links) == 3 * (world_size - 1)
-        assert [m.pid for m in group.members] == [os.getpid()] * world_size
-        assert group.members[r].cores == sorted(os.sched_getaffinity(0))
+        assert [m.pid for m in group.peer_infos] == [os.getpid()] * world_size
+        assert group.peer_infos[r].cores == sorted(os.sched_getaffinity(0))
     assert len({group.epoch for group in groups}) == 1
     assert len({group.secret for group in groups}) == 1
     assert groups[0].secret not in repr(groups[0]).encode()
@@ -65,7 +65,7 @@ def test_rank_0_hosts_the_store(world_size: int, host: str) -> None:
 def test_a_world_of_one_needs_nobody() -> None:
     group = connect(Config(), neighbours=everyone, contract=CONTRACT)
     assert (group.rank, group.world_size, group.links, group.store) == (0, 1, [], None)
-    assert group.members[0].pid == os.getpid()
+    assert group.peer_infos[0].pid == os.getpid()
     group.close()
 
 

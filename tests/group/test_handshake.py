@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostring.errors import HandshakeError
-from hostring.group.dialing import Wiring
+from hostring.group.accepting import Acceptor
+from hostring.group.greeting import Greeted
 from hostring.group.handshake import (
-    HELLO_LIMIT,
+    MAX_HELLO_BYTES,
     PROTOCOL,
     Hello,
     Protocol,
@@ -23,13 +23,12 @@ from hostring.group.handshake import (
     compare_contracts,
     dial,
 )
-from hostring.group.peer_info import Member, this_member
-from hostring.group.rendezvous import Progress
+from hostring.group.peer_info import PeerInfo, this_peer
 from hostring.store.protocol import checked_nbytes, framed, pack, prove, proves, unpack
 from hostring.store.streams import receive, send
 
 SECRET = b"a secret of the group"
-MEMBER = this_member([])
+INFO = this_peer([])
 LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary() | st.text()
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
 
@@ -38,12 +37,11 @@ def hello(rank: int, **changes: Any) -> Hello:
     fields: dict[str, Any] = {
         "group": b"g" * 16,
         "session": bytes([rank % 256]) * 16,
-        "epoch": 7,
         "world_size": 3,
         "rank": rank,
         "kind": "data",
         "contract": {"order": "rank"},
-        "member": MEMBER,
+        "info": INFO,
     }
     return Hello(**{**fields, **changes})
 
@@ -84,12 +82,12 @@ def refusal(protocol: Protocol, *messages: bytes) -> RefusedError:
 
 def test_both_sides_learn_who_the_other_is() -> None:
     by_a, by_d, wire = converse(dial(hello(2, kind="p2p"), 0, SECRET), acceptor(hello(0)))
-    assert (by_a.rank, by_a.kind, by_a.epoch, by_a.world_size) == (2, "p2p", 7, 3)
+    assert (by_a.rank, by_a.kind, by_a.world_size) == (2, "p2p", 3)
     assert (by_d.rank, by_d.kind) == (0, "p2p")
     assert by_a.contract == {"order": "rank"}
-    assert by_a.member == by_d.member == MEMBER
+    assert by_a.info == by_d.info == INFO
     assert len(wire) == 4
-    assert all(len(message) <= HELLO_LIMIT for message in wire)
+    assert all(len(message) <= MAX_HELLO_BYTES for message in wire)
     assert not any(SECRET in message for message in wire)
 
 
@@ -119,7 +117,7 @@ def test_strange_ranks_are_refused_before_they_learn_anything(changes: dict[str,
 
 def test_another_version_is_refused_naming_both() -> None:
     wire = unpack(hello(1).to_bytes(b"n" * 16))
-    refused = refusal(acceptor(hello(0)), pack({**wire, "hostring": PROTOCOL + 1}, HELLO_LIMIT))
+    refused = refusal(acceptor(hello(0)), pack({**wire, "hostring": PROTOCOL + 1}, MAX_HELLO_BYTES))
     assert refused.reason == "version"
     assert f"version {PROTOCOL + 1}" in str(refused)
     assert f"we speak {PROTOCOL}" in str(refused)
@@ -134,22 +132,21 @@ def test_another_version_is_refused_naming_both() -> None:
         {"contract": [1]},
         {"rank": "one"},
         {"world_size": None},
-        {"member": {}},
-        {"member": None},
+        {"info": {}},
+        {"info": None},
         {"group": 3.5},
-        {"epoch": []},
     ],
 )
 def test_ill_typed_fields_are_junk(change: dict[str, Any]) -> None:
     wire = unpack(hello(1).to_bytes(b"n" * 16))
-    assert refusal(acceptor(hello(0)), pack({**wire, **change}, HELLO_LIMIT)).reason == "junk"
+    assert refusal(acceptor(hello(0)), pack({**wire, **change}, MAX_HELLO_BYTES)).reason == "junk"
 
 
 def test_a_missing_field_is_junk() -> None:
     wire = unpack(hello(1).to_bytes(b"n" * 16))
     for key in set(wire) - {"hostring"}:
         rest = {k: v for k, v in wire.items() if k != key}
-        assert refusal(acceptor(hello(0)), pack(rest, HELLO_LIMIT)).reason == "junk", key
+        assert refusal(acceptor(hello(0)), pack(rest, MAX_HELLO_BYTES)).reason == "junk", key
 
 
 def test_a_wrong_secret_is_refused_by_the_acceptor_without_a_proof_of_its_own() -> None:
@@ -167,7 +164,7 @@ def test_an_acceptor_that_lets_everyone_in_is_refused_by_the_dialler() -> None:
     next(dialler)
     dialler.send(hello(0).to_bytes(b"m" * 16))
     with pytest.raises(RefusedError, match="rank 0 does not know") as refused:
-        dialler.send(pack({"proof": b"p" * 32}, HELLO_LIMIT))
+        dialler.send(pack({"proof": b"p" * 32}, MAX_HELLO_BYTES))
     assert refused.value.reason == "secret"
 
 
@@ -200,7 +197,7 @@ def test_what_a_rank_said_can_not_be_reflected_to_it() -> None:
     said = next(dialler)
     proof = unpack(dialler.send(hello(0).to_bytes(b"z" * 16)))["proof"]
     with pytest.raises(RefusedError, match="does not know"):
-        dialler.send(pack({"proof": proof}, HELLO_LIMIT))
+        dialler.send(pack({"proof": proof}, MAX_HELLO_BYTES))
     assert said
 
 
@@ -230,15 +227,13 @@ def test_of_two_links_that_prove_themselves_at_once_one_is_kept() -> None:
     """A slow peer dials a second address of ours beside the first; had we kept both in turn, it could use the one we closed."""
 
     async def both() -> None:
-        wiring = Wiring(
-            hello(0), SECRET, [], [(1, "data")], {}, [], time.monotonic() + 10, Progress(0, time.monotonic() + 10)
-        )
-        wiring._changed = asyncio.Event()
+        greeted = Greeted(hello(0), SECRET, {(1, "data")})
+        acceptor = Acceptor(greeted, [(1, "data")])
         pairs = [socket.socketpair() for _ in range(2)]
         for pair in pairs:
             for sock in pair:
                 sock.setblocking(False)
-        greetings = [asyncio.ensure_future(wiring._greet(theirs, "test")) for _, theirs in pairs]
+        greetings = [asyncio.ensure_future(acceptor.greet(theirs, "test")) for _, theirs in pairs]
         diallers = [dial(hello(1), 0, SECRET) for _ in pairs]
         for (ours, _), dialler in zip(pairs, diallers, strict=True):
             await send(ours, next(dialler))
@@ -254,7 +249,7 @@ def test_of_two_links_that_prove_themselves_at_once_one_is_kept() -> None:
                 verdicts.append(type(exc))
         assert sorted(verdicts, key=str) == sorted([StopIteration, RefusedError], key=str)
         kept = pairs[verdicts.index(StopIteration)][1]
-        assert wiring.sockets == {(1, "data"): kept}
+        assert greeted.sockets == {(1, "data"): kept}
         assert kept.fileno() >= 0
         for pair in pairs:
             for sock in pair:
@@ -277,15 +272,15 @@ def test_contracts_that_differ_name_the_key_and_both_values() -> None:
 
 
 def test_a_contract_that_does_not_fit_is_an_error_here_and_not_there() -> None:
-    with pytest.raises(ValueError, match=f"over the limit of {HELLO_LIMIT}"):
-        hello(0, contract={"order": "x" * HELLO_LIMIT}).to_bytes(b"n" * 16)
+    with pytest.raises(ValueError, match=f"over the limit of {MAX_HELLO_BYTES}"):
+        hello(0, contract={"order": "x" * MAX_HELLO_BYTES}).to_bytes(b"n" * 16)
 
 
 def test_a_host_of_many_cores_fits() -> None:
-    crowded = Member(**{**vars(MEMBER), "cores": list(range(0, 512, 2)), "hostname": "h" * 64})
-    data = hello(1, member=crowded).to_bytes(b"n" * 16)
-    assert len(data) <= HELLO_LIMIT
-    assert Member.from_wire(unpack(data)["member"]).cores == crowded.cores
+    crowded = PeerInfo(**{**vars(INFO), "cores": list(range(0, 512, 2)), "hostname": "h" * 64})
+    data = hello(1, info=crowded).to_bytes(b"n" * 16)
+    assert len(data) <= MAX_HELLO_BYTES
+    assert PeerInfo.from_dict(unpack(data)["info"]).cores == crowded.cores
 
 
 @settings(max_examples=300)
@@ -306,7 +301,7 @@ def test_mutated_hellos_are_refused_or_fail_their_proof(data: st.DataObject) -> 
 
     def attempt() -> None:
         own = answerer.send(bytes(good))
-        answerer.send(pack({"proof": prove(SECRET, "dialer", hello(1).to_bytes(b"n" * 16), own)}, HELLO_LIMIT))
+        answerer.send(pack({"proof": prove(SECRET, "dialer", hello(1).to_bytes(b"n" * 16), own)}, MAX_HELLO_BYTES))
 
     with pytest.raises(RefusedError):
         attempt()
@@ -315,9 +310,9 @@ def test_mutated_hellos_are_refused_or_fail_their_proof(data: st.DataObject) -> 
 @settings(max_examples=200)
 @given(VALUES)
 def test_any_msgpack_value_as_a_description_of_a_rank_is_read_or_refused(value: Any) -> None:
-    wire = {**MEMBER.to_wire(), **(value if isinstance(value, dict) else {"cores": value})}
+    wire = {**INFO.to_dict(), **(value if isinstance(value, dict) else {"cores": value})}
     try:
-        read = Member.from_wire(msgpack.unpackb(msgpack.packb(wire), strict_map_key=False))
+        read = PeerInfo.from_dict(msgpack.unpackb(msgpack.packb(wire), strict_map_key=False))
     except ValueError:
         return
     assert read.hostname == wire["hostname"]

@@ -10,7 +10,7 @@ import pytest
 from ranks import side_by_side
 
 import hostring
-from hostring.group.rendezvous import MemoryStore
+from hostring.rendezvous import MemoryStore
 
 
 def contribution(rank: int) -> np.ndarray[Any, Any]:

@@ -22,9 +22,9 @@ from ranks import side_by_side
 
 import hostring
 from hostring.errors import CollectiveMismatch, HostringError, RendezvousError
-from hostring.group.rendezvous import MemoryStore
+from hostring.rendezvous import MemoryStore
 from hostring.store.server import StoreServer
-from hostring.transports.addresses import listen
+from hostring.transports.tcp import listen_at
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0
@@ -96,7 +96,7 @@ class Rank:
 def meeting_place(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     common = {"WORLD_SIZE": "3", "HOSTRING_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
     if request.param == "somebody else does":
-        server = StoreServer([listen("127.0.0.1", 0)], SECRET.encode())
+        server = StoreServer([listen_at("127.0.0.1", 0)], SECRET.encode())
         yield {**common, "HOSTRING_STORE": f"127.0.0.1:{server.port}"}
         server.close()
         return
@@ -208,42 +208,42 @@ def test_where_all_ranks_ask_to_come_back_they_form_the_group() -> None:
 
 
 def test_a_leader_that_falls_silent_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hostring.group import rebuild as elastic
+    from hostring.group import rebuild
 
-    monkeypatch.setattr(elastic, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(rebuild, "SILENT_S", 0.5)
     store = MemoryStore()
-    leading = elastic.Regrouping(store, "g", 0, 3, lambda: 1, time.monotonic() + 0.3)
+    leading = rebuild.Regrouping(store, "g", 0, 3, lambda: 1, time.monotonic() + 0.3)
     with pytest.raises(RendezvousError, match="1 here, at least 3 needed"):
         leading.survive(1)
     deadline = time.monotonic() + 20
     seats = side_by_side(
         [
-            elastic.Regrouping(store, "g", 1, 2, lambda: 0, deadline).come_back,
-            lambda: elastic.Regrouping(store, "g", 0, 2, lambda: 0, deadline).survive(1),
+            rebuild.Regrouping(store, "g", 1, 2, lambda: 0, deadline).rejoin,
+            lambda: rebuild.Regrouping(store, "g", 0, 2, lambda: 0, deadline).survive(1),
         ]
     )
-    assert seats == [elastic.Seat(1, 2, 2), elastic.Seat(0, 2, 2)]
+    assert seats == [rebuild.Seat(1, 2, 2), rebuild.Seat(0, 2, 2)]
 
 
 def test_the_dead_are_not_on_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who registered and fell silent is not waited for when the links are made."""
-    from hostring.group import rebuild as elastic
+    from hostring.group import rebuild
 
-    monkeypatch.setattr(elastic, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(rebuild, "SILENT_S", 0.5)
     store = MemoryStore()
-    gone = elastic.Regrouping(store, "g", 2, 2, None, time.monotonic() + 0.2)
-    store.set("g/again/1/open", b"")
+    gone = rebuild.Regrouping(store, "g", 2, 2, None, time.monotonic() + 0.2)
+    store.set("g/rebuild/1/open", b"")
     with pytest.raises(RendezvousError):
-        gone.come_back()
+        gone.rejoin()
     time.sleep(0.6)
     deadline = time.monotonic() + 20
-    late = elastic.Regrouping(store, "g", 1, 2, lambda: 0, deadline)
+    late = rebuild.Regrouping(store, "g", 1, 2, lambda: 0, deadline)
 
     def come_late() -> Any:
         time.sleep(1.0)
-        return late.come_back()
+        return late.rejoin()
 
-    seats = side_by_side([lambda: elastic.Regrouping(store, "g", 0, 2, lambda: 0, deadline).survive(1), come_late])
+    seats = side_by_side([lambda: rebuild.Regrouping(store, "g", 0, 2, lambda: 0, deadline).survive(1), come_late])
     assert [seat.world_size for seat in seats] == [2, 2]
     assert sorted(seat.rank for seat in seats) == [0, 1]
 

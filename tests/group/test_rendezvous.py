@@ -10,8 +10,10 @@ from at_a_store import soon
 from ranks import side_by_side
 
 from hostring.errors import HandshakeError, RendezvousError
-from hostring.group import rendezvous
-from hostring.group.rendezvous import MemoryStore, Progress, exchange
+from hostring.group import waiting
+from hostring.group.rendezvous import exchange
+from hostring.group.waiting import Waiting
+from hostring.rendezvous import MemoryStore
 
 
 def test_a_fast_rank_can_start_its_next_group_while_others_form_the_first() -> None:
@@ -51,8 +53,8 @@ def test_a_second_process_of_one_rank_is_hinted_at() -> None:
 def test_progress_is_seen_without_any_logging_set_up(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "FIRST_NEWS", 0.2)
-    monkeypatch.setattr(rendezvous, "MORE_NEWS", 0.3)
+    monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.2)
+    monkeypatch.setattr(waiting, "MORE_LINES_S", 0.3)
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     store = MemoryStore()
@@ -63,7 +65,7 @@ def test_progress_is_seen_without_any_logging_set_up(
 
     def punctual(r: int) -> list[bytes]:
         deadline = soon(120.0)
-        progress = Progress(r, deadline)
+        progress = Waiting(r, deadline)
         progress.speaks = r == 0
         return exchange(store, "g", r, 4, b"%d" % r, deadline, progress)
 
@@ -75,20 +77,21 @@ def test_progress_is_seen_without_any_logging_set_up(
 
 
 def test_a_long_list_of_the_missing_is_shortened() -> None:
-    assert rendezvous.names([3, 1]) == "rank 1, 3"
-    assert rendezvous.names(range(20)) == "rank 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 4 more"
+    assert waiting.names([3, 1]) == "rank 1, 3"
+    assert waiting.names(range(20)) == "rank 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 4 more"
 
 
-def test_what_inspect_refuses_is_refused_everywhere() -> None:
+def test_what_read_refuses_is_refused_everywhere() -> None:
     store = MemoryStore()
 
-    def inspect(rank: int, payload: bytes) -> None:
+    def read(rank: int, payload: bytes) -> bytes:
         if payload == b"bad":
             raise HandshakeError("rank 1 is bad")
+        return payload
 
     outcomes = side_by_side(
         [
-            lambda: exchange(store, "g", 0, 3, b"good", soon(), inspect=inspect),
+            lambda: exchange(store, "g", 0, 3, b"good", soon(), read=read),
             lambda: exchange(store, "g", 1, 3, b"bad", soon()),
         ]
     )

@@ -65,8 +65,8 @@ def test_ring_config_links_neighbours(world_size: int) -> None:
         neighbours = {(r + 1) % world_size, (r - 1) % world_size}
         for kind in KINDS:
             assert set(getattr(group, kind)) == neighbours
-        assert {p for p, member in enumerate(group.members) if member is not None} == {*neighbours, r}
-        assert {member.pid for member in group.members if member is not None} == {os.getpid()}
+        assert {p for p, member in enumerate(group.peer_infos) if member is not None} == {*neighbours, r}
+        assert {member.pid for member in group.peer_infos if member is not None} == {os.getpid()}
         assert group.store is None
     talk(groups)
     close_all(groups)
@@ -119,7 +119,7 @@ def test_ring_config_port_in_use_and_names_that_do_not_resolve() -> None:
         ports = [taken.getsockname()[1], free_port()]
         with socket.socket(socket.AF_INET6) as other:
             other.bind(("::1", ports[0]))
-            with pytest.raises(RendezvousError, match=f"rank 0 can listen on none of its addresses.*port {ports[0]}"):
+            with pytest.raises(RendezvousError, match=f"rank 0 can't listen: none of its addresses.*port {ports[0]}"):
                 connect(ring_config(ports, 0), neighbours=next_one, contract=CONTRACT)
     config = ring_config(ports, 0)
     assert config.ring is not None

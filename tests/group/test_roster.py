@@ -14,41 +14,41 @@ from ranks import free_port
 
 from hostring.errors import HandshakeError, RendezvousError
 from hostring.group import peers
-from hostring.group.peer_info import Member, this_member
-from hostring.group.roster import Entry, Roster
+from hostring.group.peer_info import Entry, PeerInfo, this_peer
+from hostring.group.roster import Roster
 from hostring.transports.addresses import interfaces, is_loopback
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-def member(host: str, net: str, *addresses: str) -> Member:
-    return replace(this_member([(a, 5) for a in addresses]), hostname=host, host_id=host, net_id=net)
+def a_rank(host: str, net: str, *addresses: str) -> PeerInfo:
+    return replace(this_peer([(a, 5) for a in addresses]), hostname=host, host_id=host, net_id=net)
 
 
-def roster(*members: Member, transport: str = "tcp") -> Roster:
+def roster(*members: PeerInfo, transport: str = "tcp") -> Roster:
     entries = [Entry(r, len(members), bytes([r]) * 16, transport, CONTRACT, m) for r, m in enumerate(members)]
     return Roster("world", b"", entries[0], entries)
 
 
 def test_loopback_addresses_are_no_use_to_another_host() -> None:
-    roster(member("a", "a", "10.0.0.1"), member("b", "b", "10.0.0.2")).check()
-    roster(member("a", "a", "127.0.0.1"), member("a", "a", "127.0.0.1")).check()
+    roster(a_rank("a", "a", "10.0.0.1"), a_rank("b", "b", "10.0.0.2")).check()
+    roster(a_rank("a", "a", "127.0.0.1"), a_rank("a", "a", "127.0.0.1")).check()
     for members, who in (
-        ((member("a", "a", "127.0.0.1", "::1"), member("b", "b", "10.0.0.2")), 0),
-        ((member("a", "a", "10.0.0.1"), member("b", "b", "127.0.1.1")), 1),
+        ((a_rank("a", "a", "127.0.0.1", "::1"), a_rank("b", "b", "10.0.0.2")), 0),
+        ((a_rank("a", "a", "10.0.0.1"), a_rank("b", "b", "127.0.1.1")), 1),
     ):
         with pytest.raises(
             RendezvousError, match=f"rank 0 is on a, rank 1 on b, but rank {who} offers only loopback.*MASTER_ADDR"
         ):
             roster(*members).check()
-    both = roster(member("a", "a", "10.0.0.1"), member("b", "b", "127.0.0.1", "10.0.0.2"))
+    both = roster(a_rank("a", "a", "10.0.0.1"), a_rank("b", "b", "127.0.0.1", "10.0.0.2"))
     assert both.addresses_of(1) == [("10.0.0.2", 5)]
-    same = roster(member("a", "a", "10.0.0.1"), member("a", "a", "127.0.0.1", "10.0.0.2"))
+    same = roster(a_rank("a", "a", "10.0.0.1"), a_rank("a", "a", "127.0.0.1", "10.0.0.2"))
     assert same.addresses_of(1) == [("127.0.0.1", 5), ("10.0.0.2", 5)]
 
 
 def test_link_local_addresses_are_dialled_on_our_own_interface() -> None:
-    pair = roster(member("a", "a", "10.0.0.1", "fe80::1%eth7"), member("b", "b", "fe80::2%enp3s0"))
+    pair = roster(a_rank("a", "a", "10.0.0.1", "fe80::1%eth7"), a_rank("b", "b", "fe80::2%enp3s0"))
     assert pair.addresses_of(1) == [("fe80::2%eth7", 5)]
 
 
@@ -57,7 +57,7 @@ def test_link_local_addresses_are_dialled_on_our_own_interface() -> None:
 )
 def test_transports_that_do_not_reach_another_host_say_so(transport: str, message: str) -> None:
     with pytest.raises(HandshakeError, match=message):
-        roster(member("a", "a"), member("b", "b"), transport=transport).check()
+        roster(a_rank("a", "a"), a_rank("b", "b"), transport=transport).check()
 
 
 def test_the_first_address_that_answers_wins_and_the_others_cost_little() -> None:

@@ -16,11 +16,11 @@ from link_contract import LEFT, RIGHT, receive
 from shm_links import DATA, DEADLINE, footprint, shared, socket_pair
 
 from hostring.errors import RendezvousError
-from hostring.transports import mapping, sharing, shm
+from hostring.transports import mapping, memory_order, sharing
 from hostring.transports.mapping import PAGE
 from hostring.transports.shm import ShmLink
 
-pytestmark = pytest.mark.skipif(bool(shm.unsupported()), reason=shm.unsupported())
+pytestmark = pytest.mark.skipif(bool(memory_order.unsupported()), reason=memory_order.unsupported())
 
 
 def fails(*args: Any) -> Any:
@@ -146,13 +146,13 @@ def test_a_peer_that_stays_silent_leaves_or_talks_nonsense_is_named(dials: bool)
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64", "aarch64", "arm64"])
 def test_machines_whose_memory_order_is_known_are_used(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
-    assert shm.unsupported() == ""
+    assert memory_order.unsupported() == ""
 
 
 @pytest.mark.parametrize("machine", ["riscv64", "ppc64le", "i686"])
 def test_machines_whose_memory_order_is_unknown_are_refused(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
-    assert machine in shm.unsupported()
+    assert machine in memory_order.unsupported()
 
 
 def test_one_word_is_one_access() -> None:

@@ -19,11 +19,11 @@ from link_contract import RIGHT, Pair, noise, receive, send_all, until
 from shm_links import DATA, DEADLINE, footprint, shm_pair, socket_pair
 
 from hostring.errors import PeerLostError
-from hostring.transports import mapping, sharing, shm
+from hostring.transports import mapping, memory_order, sharing, shm
 from hostring.transports.mapping import PAGE
 from hostring.transports.shm import ShmLink
 
-pytestmark = pytest.mark.skipif(bool(shm.unsupported()), reason=shm.unsupported())
+pytestmark = pytest.mark.skipif(bool(memory_order.unsupported()), reason=memory_order.unsupported())
 
 
 @pytest.fixture(params=[PAGE, mapping.CAPACITY], ids=["one_page", "default"])

@@ -23,13 +23,13 @@ from ranks import in_processes, in_threads, side_by_side, successes
 from shm_links import footprint
 
 import hostring
-from hostring.group import listeners, peers
+from hostring.group import start as starting
 from hostring.group.group import connect
-from hostring.group.rendezvous import MemoryStore
-from hostring.transports import sharing, shm
+from hostring.rendezvous import MemoryStore
+from hostring.transports import auto, memory_order, sharing, shm
 from hostring.transports.addresses import interfaces, is_loopback
 
-pytestmark = pytest.mark.skipif(bool(shm.unsupported()), reason=shm.unsupported())
+pytestmark = pytest.mark.skipif(bool(memory_order.unsupported()), reason=memory_order.unsupported())
 
 SIZES = (0, 1, 7, 1000, 20_000, 100_003)
 DEADLINE = 30.0
@@ -141,13 +141,13 @@ def test_two_hosts_with_two_ranks_each_share_memory_within_each(monkeypatch: pyt
         pytest.skip("needs an address that is not loopback: ranks of different hosts are given no other")
     monkeypatch.setenv("HOSTRING_INTERFACE", f"{outward[0]}/32")
     monkeypatch.setenv("HOSTRING_SECRET", "shared")
-    this_member = peers.this_member
+    this_peer = starting.this_peer
 
     def of_a_host(addresses: list[Any]) -> Any:
         host = "ab"[int(threading.current_thread().name.split()[1]) // 2]
-        return replace(this_member(addresses), host_id=host, net_id=host)
+        return replace(this_peer(addresses), host_id=host, net_id=host)
 
-    monkeypatch.setattr(peers, "this_member", of_a_host)
+    monkeypatch.setattr(starting, "this_peer", of_a_host)
     store = MemoryStore()
 
     def body(rank: int) -> Any:
@@ -194,7 +194,7 @@ def test_a_machine_of_unknown_memory_order_uses_tcp(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_taken_name_costs_the_memory_not_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "beside", lambda port: "@hostring-test-taken")
+    monkeypatch.setattr(auto, "beside", lambda port: "@hostring-test-taken")
     squatter = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     squatter.bind("\0hostring-test-taken")
     for links in in_threads(2, carriers, transport="auto"):

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 def test_a_late_rank_is_waited_for_and_named_once_per_host(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hostring.group.rendezvous.FIRST_NEWS", 0.4)
-    monkeypatch.setattr("hostring.group.rendezvous.MORE_NEWS", 0.5)
+    monkeypatch.setattr("hostring.group.waiting.FIRST_LINE_S", 0.4)
+    monkeypatch.setattr("hostring.group.waiting.MORE_LINES_S", 0.5)
     four = configs(4)
 
     def late() -> Group:
@@ -108,7 +108,7 @@ def test_a_contract_too_large_for_a_hello_is_refused_at_once() -> None:
     started = time.monotonic()
     outcomes = form(configs(2), contracts=[{"order": "x" * 5000}] * 2)
     assert [type(outcome) for outcome in outcomes] == [ValueError, ValueError]
-    assert "over the limit of 4096" in str(outcomes[0])
+    assert "over the limit of 1024" in str(outcomes[0])
     assert time.monotonic() - started < 5.0
 
 

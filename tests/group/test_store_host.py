@@ -15,9 +15,11 @@ from ranks import free_port, side_by_side
 from hostring.errors import RendezvousError
 from hostring.group import rendezvous
 from hostring.group.config import Config
-from hostring.group.rendezvous import Progress, TcpStore, exchange
+from hostring.group.rendezvous import exchange
 from hostring.group.store_host import open_store
-from hostring.transports.addresses import listen
+from hostring.group.waiting import Waiting
+from hostring.rendezvous import TcpStore
+from hostring.transports.tcp import listen_at
 
 
 def test_twenty_groups_one_after_the_other_on_one_port() -> None:
@@ -28,7 +30,7 @@ def test_twenty_groups_one_after_the_other_on_one_port() -> None:
         collected = []
         for i in range(20):
             deadline = soon(30.0)
-            store, close = open_store(hosted(r, port), deadline, Progress(r, deadline))
+            store, close = open_store(hosted(r, port), deadline, Waiting(r, deadline))
             collected.append(exchange(store, "g", r, 3, b"%d.%d" % (r, i), deadline))
             if r == 0:
                 rendezvous.linger(store, "g", 3)
@@ -45,8 +47,8 @@ def test_twenty_groups_one_after_the_other_on_one_port() -> None:
 def test_two_groups_at_once_share_the_store_of_one_port() -> None:
     port = free_port()
     deadline = soon()
-    first, close_first = open_store(hosted(0, port), deadline, Progress(0, deadline))
-    second, close_second = open_store(hosted(0, port), deadline, Progress(0, deadline))
+    first, close_first = open_store(hosted(0, port), deadline, Waiting(0, deadline))
+    second, close_second = open_store(hosted(0, port), deadline, Waiting(0, deadline))
     first.set("a", b"b")
     close_first()
     assert second.get("a", 1.0) == b"b"
@@ -56,10 +58,10 @@ def test_two_groups_at_once_share_the_store_of_one_port() -> None:
 
 
 def test_a_port_in_use_is_reported_at_once() -> None:
-    taken = listen("127.0.0.1", 0)
+    taken = listen_at("127.0.0.1", 0)
     deadline = soon()
     with pytest.raises(RendezvousError, match=r"port \d+ of 127.0.0.1 is in use; choose another MASTER_PORT"):
-        open_store(hosted(0, taken.getsockname()[1]), deadline, Progress(0, deadline))
+        open_store(hosted(0, taken.getsockname()[1]), deadline, Waiting(0, deadline))
     taken.close()
 
 
@@ -68,7 +70,7 @@ def test_localhost_is_served_on_both_loopback_addresses() -> None:
     port = free_port()
     deadline = soon()
     _, close = open_store(
-        Config(world_size=2, store_host="localhost", store_port=port, secret=SECRET), deadline, Progress(0, deadline)
+        Config(world_size=2, store_host="localhost", store_port=port, secret=SECRET), deadline, Waiting(0, deadline)
     )
     for host in ("127.0.0.1", "::1"):
         store = TcpStore.at(host, port, secret=SECRET)
@@ -101,7 +103,7 @@ def test_ranks_of_one_mpi_job_meet_through_a_file(monkeypatch: pytest.MonkeyPatc
         collected = []
         for i in range(5):
             deadline = soon(30.0)
-            store, close = open_store(Config(rank=r, world_size=2, job="j"), deadline, Progress(r, deadline))
+            store, close = open_store(Config(rank=r, world_size=2, job="j"), deadline, Waiting(r, deadline))
             collected.append(exchange(store, "g", r, 2, b"%d.%d" % (r, i), deadline))
             if r == 0:
                 rendezvous.linger(store, "g", 2)

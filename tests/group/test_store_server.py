@@ -15,16 +15,16 @@ import pytest
 from at_a_store import SECRET, client, soon
 from ranks import side_by_side
 
-from hostring.group.rendezvous import StoreRefusedError, TcpStore
+from hostring.rendezvous import StoreRefusedError, TcpStore
 from hostring.store import server as store_server
 from hostring.store.protocol import framed, prove
 from hostring.store.server import StoreServer
-from hostring.transports.addresses import listen
+from hostring.transports.tcp import listen_at
 
 
 @pytest.fixture
 def server() -> Iterator[StoreServer]:
-    running = StoreServer([listen("127.0.0.1", 0)], SECRET)
+    running = StoreServer([listen_at("127.0.0.1", 0)], SECRET)
     yield running
     running.close()
 
@@ -61,7 +61,7 @@ def test_a_wrong_secret_is_refused_at_once_on_both_sides(
 
 
 def test_a_server_that_does_not_know_the_secret_is_refused() -> None:
-    listener = listen("127.0.0.1", 0)
+    listener = listen_at("127.0.0.1", 0)
     listener.setblocking(True)
 
     def impostor() -> None:
@@ -98,12 +98,12 @@ def test_a_request_is_carried_out_once_even_when_its_answer_is_lost(server: Stor
 
 
 def test_a_store_that_was_started_anew_says_so() -> None:
-    first = StoreServer([listen("127.0.0.1", 0)], SECRET)
+    first = StoreServer([listen_at("127.0.0.1", 0)], SECRET)
     port = first.port
     store = client(first, deadline=soon())
     store.set("a", b"b")
     first.close()
-    second = StoreServer([listen("127.0.0.1", port)], SECRET)
+    second = StoreServer([listen_at("127.0.0.1", port)], SECRET)
     with pytest.raises(ConnectionError, match="started anew"):
         store.get("a", 5.0)
     assert not store.check(["a"])
@@ -126,7 +126,7 @@ def test_a_client_waits_for_its_server_until_the_deadline() -> None:
         store.set("a", b"b")
     assert 0.3 < time.monotonic() - started < 3.0
     late: list[StoreServer] = []
-    threading.Timer(0.4, lambda: late.append(StoreServer([listen("127.0.0.1", port)], SECRET))).start()
+    threading.Timer(0.4, lambda: late.append(StoreServer([listen_at("127.0.0.1", port)], SECRET))).start()
     store.deadline = soon()
     store.set("a", b"b")
     assert store.get("a", 1.0) == b"b"
@@ -238,7 +238,7 @@ def test_what_is_too_much_is_refused_and_the_rest_goes_on(server: StoreServer, m
 
 def test_nothing_is_left_of_a_server_and_its_clients() -> None:
     def once() -> None:
-        running = StoreServer([listen("127.0.0.1", 0)], SECRET)
+        running = StoreServer([listen_at("127.0.0.1", 0)], SECRET)
         store = client(running)
         store.set("a", b"b")
         waiting = threading.Thread(target=lambda: side_by_side([lambda: store.get("never", 30.0)]))

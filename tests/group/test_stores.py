@@ -12,10 +12,11 @@ from at_a_store import SECRET, client, soon
 from ranks import free_port, side_by_side
 
 from hostring.errors import RendezvousError
-from hostring.group.rendezvous import MemoryStore, TorchStore, exchange
+from hostring.group.rendezvous import exchange
+from hostring.rendezvous import MemoryStore, TorchStore
 from hostring.store.server import StoreServer
 from hostring.store.stores import Store
-from hostring.transports.addresses import listen
+from hostring.transports.tcp import listen_at
 
 
 @pytest.fixture(params=["memory", "tcp", "torch"])
@@ -26,7 +27,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Callable[[], Store]]:
             store = MemoryStore()
             yield lambda: store
         elif request.param == "tcp":
-            running = StoreServer([listen("127.0.0.1", 0)], SECRET)
+            running = StoreServer([listen_at("127.0.0.1", 0)], SECRET)
             stack.callback(running.close)
 
             def connect() -> Store:

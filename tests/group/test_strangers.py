@@ -17,12 +17,13 @@ import pytest
 from ranks import side_by_side, successes
 
 import hostring
-from hostring.group import dialing as wiring
+from hostring.group import greeting
+from hostring.group.connecting import Connecting
 from hostring.group.handshake import dial
-from hostring.group.rendezvous import TcpStore
+from hostring.rendezvous import TcpStore
 from hostring.store.protocol import framed, pack, prove
 from hostring.store.server import StoreServer
-from hostring.transports.addresses import listen
+from hostring.transports.tcp import listen_at
 
 SECRET = b"of the group"
 WORLD_SIZE = 3
@@ -126,33 +127,34 @@ def start(port: int) -> float:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreServer]:
     monkeypatch.setenv("HOSTRING_SECRET", SECRET.decode())
-    running = StoreServer([listen("127.0.0.1", 0)], SECRET)
+    running = StoreServer([listen_at("127.0.0.1", 0)], SECRET)
     yield running
     running.close()
 
 
 def test_fifty_strangers_of_every_kind_at_every_door(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = Crowd()
-    run, send = wiring.Wiring.run, wiring.send
+    run, send = Connecting.run, greeting.send
 
     async def recorded(sock: socket.socket, data: bytes) -> None:
         crowd.recorded.append(data)
         await send(sock, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(wiring, "send", recorded)
+        patch.setattr(greeting, "send", recorded)
         start(server.port)
     crowd.recorded = crowd.recorded[:4]
     alone = min(start(server.port) for _ in range(2))
 
-    def beset(self: wiring.Wiring) -> Any:
+    def beset(self: Connecting, *until: Any) -> None:
+        mine = self.greeted.hello
         for listener in self.listeners:
-            other = (self.hello.rank + 1) % WORLD_SIZE
-            stranger = replace(self.hello, rank=other, kind="control", session=b"s" * 16)
-            crowd.visit(listener.getsockname(), to_a_rank(stranger, self.hello.rank))
-        return run(self)
+            other = (mine.rank + 1) % WORLD_SIZE
+            stranger = replace(mine, rank=other, kind="control", session=b"s" * 16)
+            crowd.visit(listener.getsockname(), to_a_rank(stranger, mine.rank))
+        run(self, *until)
 
-    monkeypatch.setattr(wiring.Wiring, "run", beset)
+    monkeypatch.setattr(Connecting, "run", beset)
     crowd.visit(("127.0.0.1", server.port), to_a_store)
     try:
         together = start(server.port)

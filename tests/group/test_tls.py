@@ -17,7 +17,7 @@ from ranks import side_by_side, successes
 
 import hostring
 from hostring.errors import HandshakeError
-from hostring.group.rendezvous import MemoryStore
+from hostring.rendezvous import MemoryStore
 
 pytest.importorskip("cryptography")
 from hostring.transports import tls

@@ -16,7 +16,7 @@ from hostring.transports import memory, tcp, unix
 
 
 def tcp_pair(host: str) -> Pair:
-    listener = tcp.listen(host, 0)
+    listener = tcp.listen_at(host, 0)
     listener.setblocking(True)
     dialled = socket.create_connection(listener.getsockname()[:2], timeout=5)
     accepted, _ = listener.accept()
@@ -25,7 +25,7 @@ def tcp_pair(host: str) -> Pair:
 
 
 def unix_pair() -> Pair:
-    listener, path = unix.listen()
+    listener, path = unix.listen_at_new_path()
     listener.setblocking(True)
     dialled = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     dialled.connect(path)
@@ -115,7 +115,7 @@ class PickySocket:
 
 
 def test_calls_that_are_too_large_for_the_kernel_are_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "SYSCALL_LIMIT", 1000)
+    monkeypatch.setattr(tcp, "MAX_CALL_BYTES", 1000)
     ours, theirs = socket.socketpair()
     link, other = tcp.SocketLink(PickySocket(ours, 1000), RIGHT), tcp.SocketLink(PickySocket(theirs, 1000), LEFT)  # type: ignore[arg-type]
     data = noise(3000)
@@ -154,7 +154,7 @@ def test_unix_sockets_are_for_this_user_alone_and_fit_the_path_limit(
     deep = os.path.join(str(tmp_path), "d" * 120)
     os.mkdir(deep)
     monkeypatch.setattr("tempfile.tempdir", deep)
-    listener, path = unix.listen()
+    listener, path = unix.listen_at_new_path()
     folder = os.path.dirname(path)
     assert len(os.fsencode(path)) <= 100
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700

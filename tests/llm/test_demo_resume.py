@@ -11,9 +11,9 @@ from demo_jobs import PROMPTS, job
 from ranks import in_threads
 
 import hostring
-from hostring.group.rendezvous import MemoryStore
 from hostring.integrations.llm.demo.job import Job
 from hostring.integrations.llm.demo.runs import measure
+from hostring.rendezvous import MemoryStore
 
 
 def silent(kind: str, value: Any) -> None:

@@ -76,7 +76,7 @@ def test_the_environment_takes_rules_too(run_ranks, monkeypatch):
 
 
 def test_ranks_with_different_rules_refuse_each_other(run_ranks):
-    from hostring.group.rendezvous import MemoryStore
+    from hostring.rendezvous import MemoryStore
 
     store, rules = MemoryStore(), ["all_reduce:mesh/one_shot", "all_reduce:mesh/two_shot"]
 

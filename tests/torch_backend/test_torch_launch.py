@@ -194,7 +194,7 @@ def test_a_killed_worker_is_restarted_and_the_group_works_again(tmp_path):
 
 def test_two_nodes(hosts: Hosts, tmp_path):
     """torchrun on two hosts, each of two workers; links go over the interface that leads to the other host."""
-    addresses = "sorted({host for m in dist.group.WORLD.comm.session.group.members for host, _ in m.addresses})"
+    addresses = "sorted({host for m in dist.group.WORLD.comm.session.group.peer_infos for host, _ in m.addresses})"
     body = ONE_STEP.replace("dist.destroy_process_group()", f'print("addresses " + str({addresses}), flush=True)')
     path = script(tmp_path, body)
     running = []

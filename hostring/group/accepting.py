@@ -1,0 +1,109 @@
+"""Accepts the links that other ranks dial, whoever else may knock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import replace
+
+from hostring.errors import HandshakeError
+from hostring.group.greeting import HELLO_S, Greeted, converse, say
+from hostring.group.handshake import Hello, RefusedError, accept, compare_contracts, refusal
+from hostring.store.protocol import framed
+from hostring.store.streams import end
+from hostring.transports.link import LinkKey
+
+log = logging.getLogger("hostring")
+
+MAX_STRANGERS = 64  # callers beyond those that are expected, whose hello may last at the same time
+MAX_WARNINGS = 5  # about dropped callers: a scanner must not flood the terminal
+
+
+class Acceptor:
+    """One rank's accepting of links. `accepted` is to be called with every caller.
+
+    Args:
+        greeted: where the links are collected.
+        expected: the links that others dial.
+    """
+
+    def __init__(self, greeted: Greeted, expected: Collection[LinkKey]) -> None:
+        self._greeted, self._expected = greeted, expected
+        self._callers: OrderedDict[asyncio.Task[None], None] = OrderedDict()
+        self._dropped = 0
+
+    def accepted(self, sock: socket.socket, who: str) -> None:
+        """Greet a caller. If there are too many, the one that has kept silent longest is dropped."""
+        if len(self._callers) >= MAX_STRANGERS + len(self._expected):
+            self._callers.popitem(last=False)[0].cancel()
+        task = asyncio.ensure_future(self.greet(sock, who))
+        self._callers[task] = None
+        task.add_done_callback(functools.partial(self._done, sock))
+
+    def _done(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        """Close what isn't kept. Not done in `greet`, which never runs if it is cancelled at once."""
+        self._callers.pop(task, None)
+        if sock not in self._greeted.sockets.values():
+            sock.close()
+
+    async def end(self) -> None:
+        """Drop all callers whose hello is not finished."""
+        await end(self._callers)
+
+    async def greet(self, sock: socket.socket, who: str) -> None:
+        """One caller's hello. Keeps its socket, or drops it and logs why."""
+        greeted = self._greeted
+        try:
+            theirs, verdict = await converse(accept(self._own, self._admit, greeted.secret), sock)
+            if why := self._admit(theirs):  # asked and kept in one go: the peer may have dialled two of our addresses
+                raise refusal("duplicate", why)
+            if old := greeted.sockets.get((theirs.rank, theirs.kind)):
+                old.close()
+            greeted.keep(sock, theirs)
+            await say(sock, verdict)
+            compare_contracts(greeted.hello.rank, greeted.hello.contract, theirs.rank, theirs.contract)
+        except RefusedError as exc:
+            self._drop(who, str(exc), logging.DEBUG if exc.reason == "again" else logging.WARNING)
+            if exc.reply:
+                with contextlib.suppress(OSError):
+                    sock.send(framed(exc.reply))
+        except HandshakeError as exc:
+            greeted.fail(exc)
+        except (EOFError, ConnectionError) as exc:  # a peer that tries several of our addresses gives up the others
+            self._drop(who, str(exc), logging.INFO)
+        except (OSError, ValueError, asyncio.TimeoutError) as exc:
+            self._drop(who, str(exc) or f"silent for {HELLO_S:.0f} s")
+
+    def _own(self, kind: str) -> Hello:
+        return replace(self._greeted.hello, kind=kind)
+
+    def _admit(self, theirs: Hello) -> str | None:
+        greeted, key = self._greeted, (theirs.rank, theirs.kind)
+        if key not in self._expected:
+            return f"rank {greeted.hello.rank} expects no {theirs.kind} link from rank {theirs.rank}"
+        other_start = greeted.sessions.get(theirs.rank, theirs.session) != theirs.session
+        if not other_start and (key not in greeted.sockets or _is_dead(greeted.sockets[key])):
+            return None
+        if not other_start:
+            raise refusal("again", f"rank {theirs.rank} has this link already")
+        return f"rank {theirs.rank} is there already"
+
+    def _drop(self, who: str, why: str, level: int = logging.WARNING) -> None:
+        if level == logging.WARNING:
+            self._dropped += 1
+            level = logging.WARNING if self._dropped <= MAX_WARNINGS else logging.INFO
+        log.log(level, "hostring: rank %d dropped a caller at %s: %s", self._greeted.hello.rank, who, why)
+
+
+def _is_dead(sock: socket.socket) -> bool:
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -1,0 +1,79 @@
+"""The hello over a socket, and the sockets that are through with it: what dialling and accepting have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from hostring.group.handshake import MAX_HELLO_BYTES, Hello, Protocol
+from hostring.store.streams import receive, send
+from hostring.transports.link import LinkKey
+
+HELLO_S = 5.0  # for all that one side of a hello has to say
+
+
+@dataclass
+class Greeted:
+    """The links that one rank needs, and what has come of them so far.
+
+    Attributes:
+        hello: this rank's. Each link's says which kind of link it is for.
+        secret: proved in the hellos.
+        missing: the links that are not there yet.
+        sockets, hellos: of those that are there, and what their peers said.
+        sessions: the start that each peer's first link named. A link of another start of it is refused.
+        reasons: why the last attempt to dial a peer failed.
+        failure: ends all attempts.
+        changed: set whenever a link came, or a failure.
+    """
+
+    hello: Hello
+    secret: bytes
+    missing: set[LinkKey]
+    sockets: dict[LinkKey, socket.socket] = field(default_factory=dict)
+    hellos: dict[int, Hello] = field(default_factory=dict)
+    sessions: dict[int, bytes] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    failure: BaseException | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def keep(self, sock: socket.socket, theirs: Hello) -> None:
+        """`sock` is through, and becomes the link that `theirs` names."""
+        self.sockets[theirs.rank, theirs.kind] = sock
+        self.hellos[theirs.rank] = theirs
+        self.sessions[theirs.rank] = theirs.session
+        self.missing.discard((theirs.rank, theirs.kind))
+        self.changed.set()
+
+    def fail(self, exc: BaseException) -> None:
+        """End all attempts with `exc`, unless something else did before."""
+        self.failure = self.failure or exc
+        self.changed.set()
+
+    def tried(self, peers: Collection[int]) -> list[str]:
+        """Why `peers` could not be dialled, as far as this rank dials them."""
+        return [f"rank {peer}: {self.reasons[peer]}" for peer in sorted(peers) if peer in self.reasons]
+
+
+async def converse(protocol: Protocol, sock: socket.socket) -> tuple[Hello, bytes]:
+    """Let `protocol` say its hello over `sock`, within `HELLO_S`. Returns what it returns."""
+    return await asyncio.wait_for(_converse(protocol, sock), HELLO_S)
+
+
+async def _converse(protocol: Protocol, sock: socket.socket) -> tuple[Hello, bytes]:
+    try:
+        out = next(protocol)
+        while True:
+            if out:
+                await send(sock, out)
+            out = protocol.send(await receive(sock, MAX_HELLO_BYTES))
+    except StopIteration as stop:  # can't leave a coroutine by itself
+        result: tuple[Hello, bytes] = stop.value
+        return result
+
+
+async def say(sock: socket.socket, message: bytes) -> None:
+    """Send the last message of a hello, within `HELLO_S`."""
+    await asyncio.wait_for(send(sock, message), HELLO_S)
