@@ -1,7 +1,7 @@
 """What the messages of one program share: its call and dtype, headers, memory beside the scratch, and counts of runs.
 
-Lower than `receiving`, `sending` and `program`: a message that meets another dtype than expected changes the binding, and
-the program looks there after the run.
+Lower than `receiving`, `sending` and `program`: a message that meets another dtype than expected changes the binding,
+and the program looks there after the run.
 """
 
 from __future__ import annotations
@@ -33,28 +33,13 @@ def flat(array: Array) -> Array:
     return array.view(np.ndarray).reshape(-1)
 
 
-def is_flat(array: Array) -> bool:
-    return type(array) is np.ndarray and array.ndim == 1 and bool(array.flags.c_contiguous)
-
-
 @dataclass
 class Buffers:
-    """What the caller brings to one run: host arrays in the program's (carrier) dtype, and contributions in fewer bits.
-
-    They are made flat here, once.
-    """
+    """The caller's arrays for one run, in the program's (carrier) dtype. `raw` holds contributions in fewer bits."""
 
     data: Array
     out: Array
     raw: Array | None = None
-
-    def __post_init__(self) -> None:
-        if not is_flat(self.data):
-            self.data = flat(self.data)
-        if not is_flat(self.out):
-            self.out = flat(self.out)
-        if self.raw is not None and not is_flat(self.raw):
-            self.raw = flat(self.raw)
 
 
 @dataclass(slots=True)
@@ -80,7 +65,10 @@ class Spot:
 
 
 class SideMemory:
-    """Memory for payloads of another dtype than their program's. All programs of a group share it: one runs at a time."""
+    """Memory for payloads of another dtype than their program's.
+
+    All programs of a group share it: one runs at a time.
+    """
 
     def __init__(self) -> None:
         self.block = bytearray()

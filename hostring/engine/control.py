@@ -1,4 +1,7 @@
-"""The control links of a rank: who failed first, and who keeps the others waiting. Small frames that interrupt any sleep."""
+"""The control links of a rank: who failed first, and who keeps the others waiting.
+
+Small frames that interrupt any sleep.
+"""
 
 from __future__ import annotations
 
@@ -198,7 +201,8 @@ class Control:
     def culprit(self, waits_for: int) -> int:
         """Follow who waits for whom, from `waits_for` on, to the rank that keeps everybody waiting.
 
-        A rank that is asleep in a call answers whom it waits for; a stopped one, or one that computes elsewhere, doesn't.
+        A rank that is asleep in a call answers whom it waits for; a stopped one, or one that computes elsewhere,
+        doesn't.
         """
         seen = {self._rank}
         while waits_for in self._peers and waits_for not in seen and self._peers[waits_for].gone is None:

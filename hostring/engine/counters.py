@@ -66,8 +66,11 @@ class Counters:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By phase: "stage" is copying and casting between the caller's arrays and the wire, "wait" is the time in which
-        nothing had come yet, "fold" is arithmetic, "transfer" is the rest of the collective."""
+        """By phase.
+
+        "stage" is copying and casting between the caller's arrays and host memory, "wait" is the time in which nothing came,
+        "fold" is arithmetic, "transfer" is the rest of the collective.
+        """
         return dict(zip(PHASES, self.phases, strict=True))
 
     @property

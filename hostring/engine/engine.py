@@ -47,8 +47,9 @@ class Engine:
     ) -> None:
         """`run` for a program in its short form: one exchange with every peer, one fold, `data` in place.
 
-        Longer than other functions, because each call of a function would take a few percent of a small all-reduce. Whatever
-        is not the common case (a full pipe, a late peer, an unexpected header) goes on in an `Exchange` from where it is.
+        Longer than other functions, because each call of a function would take a few percent of a small all-reduce.
+        Whatever is not the common case (a full pipe, a late peer, an unexpected header) goes on in an `Exchange` from
+        where it is.
 
         Args:
             raw: what is sent instead of `data`: the same numbers in their own 16 bits.
@@ -106,10 +107,13 @@ class Engine:
         return 0
 
     def _rest(
-        self, direct: Direct, at: Incoming | None, n: int, b: Buffers, unsent: list[tuple[Pipe, Unsent]], seq: int, started: float,
-        timeout: float,
+        self, direct: Direct, at: Incoming | None, n: int, b: Buffers, unsent: list[tuple[Pipe, Unsent]], seq: int,
+        started: float, timeout: float,
     ) -> float:  # fmt: skip
-        """Finish an exchange in which the messages before `at` are there, and `n` bytes of `at`. Returns seconds of waiting."""
+        """Finish an exchange in which the messages before `at` are there, and `n` bytes of `at`.
+
+        Returns seconds of waiting.
+        """
         stage = direct.stage
         direct.binding.seq = seq
         pending = [] if at is None else stage.incoming[stage.incoming.index(at) :]
@@ -139,6 +143,9 @@ class Engine:
         Raises:
             HostringError: see the module of that name. The buffers' contents are unspecified then.
         """
+        for array in (b.data, b.out):
+            if type(array) is not _ndarray or array.ndim != 1 or not array.flags.c_contiguous:
+                b = Buffers(flat(b.data), flat(b.out), b.raw)
         if program.direct is not None:
             self.run_direct(program.direct, b.data, b.raw, seq, timeout, started)
             return
@@ -179,7 +186,10 @@ class Engine:
 
 
 def _send(stage: Stage, b: Buffers) -> tuple[int, list[tuple[Pipe, Unsent]]]:
-    """Send what the links take of a round's messages. Returns the payload bytes of all, and what the links did not take."""
+    """Send what the links take of a round's messages.
+
+    Returns the payload bytes of all, and what the links did not take.
+    """
     total, unsent = 0, []
     for _, pipe, messages in stage.outgoing:
         buffers = [x for m in messages for x in m.buffers(b)]

@@ -1,7 +1,7 @@
 """What a forked child must do with the groups of its parent: neither use their links nor keep them open.
 
-The links belong to both processes after a fork. A child that used them would mix its bytes into the parent's. A child that
-merely lives on would hide the parent's death from the other ranks, because their streams would not end.
+The links belong to both processes after a fork. A child that used them would mix its bytes into the parent's. A child
+that merely lives on would hide the parent's death from the other ranks, because their streams would not end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def refusal(rank: int) -> GroupClosedError:
 
 
 def release(links: Iterable[Link]) -> None:
-    """Release the links of this process. Their descriptors stay taken by /dev/null, so that a late use hits nothing else."""
+    """Release the links of this process.
+
+    Their descriptors stay taken by /dev/null, so that a late use hits nothing else.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     for link in links:
         if (fd := link.fileno()) >= 0:

@@ -1,7 +1,8 @@
 """Frames: a header of 64 bytes, then the payload. Little-endian on every machine.
 
-The first 48 bytes say which message of which call this is. Both ends know them beforehand, so the check is one comparison
-of bytes, and only a mismatch is decoded, to explain both sides. The last 16 say what the sender brought: dtype and length.
+The first 48 bytes say which message of which call this is. Both ends know them beforehand, so the check is one
+comparison of bytes, and only a mismatch is decoded, to explain both sides. The last 16 say what the sender brought:
+dtype and length.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ EXPECTED_BYTES: Final = 48
 SEQ_OFFSET: Final = 16
 
 COLLECTIVES: Final = (
-    "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all", "barrier", "decide", "send",
+    "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all", "barrier",
+    "decide", "send",
 )  # fmt: skip
 
 _ROOTED: Final = ("reduce", "broadcast", "gather", "scatter", "decide")
@@ -32,9 +34,7 @@ NO_OP: Final = 255
 _HEADER: Final = struct.Struct("<4sBBHIIQBBBBIIQ4xB7xQ")
 _PAYLOAD: Final = struct.Struct("<B7xQ")
 SEQ: Final = struct.Struct("<Q")
-START_SEQ: Final = (
-    1 << 63
-)  # from here on number the calls with which a group starts, so that none passes for the user's #0
+START_SEQ: Final = 1 << 63  # the calls with which a group starts are numbered from here on, apart from the user's
 assert _HEADER.size == HEADER_BYTES == EXPECTED_BYTES + _PAYLOAD.size
 
 
@@ -43,7 +43,7 @@ class Call:
     """Which collective this is: the same on every rank, or the call is a mismatch.
 
     Attributes:
-        kind: what the payload must be: the wire dtype's code for a reduction, a `kind_code` for data that only moves.
+        kind: what the payload must be: the code of the wire dtype for a reduction, a `kind_code` for data that only moves.
         detail: the root of a rooted collective, or a checksum of uneven counts, or 0.
         n_elements: of the whole buffer; of one rank's share where the shares are even.
         schedule: the code of topology and variant.
@@ -62,9 +62,9 @@ class Call:
         """A header for message `part` of `round_`, its sequence number still 0."""
         return bytearray(
             _HEADER.pack(
-                MAGIC, VERSION, KIND_COLLECTIVE, self.schedule, self.epoch, self.detail, 0, COLLECTIVES.index(self.collective),
-                NO_OP if self.op is None else OPS.index(self.op), self.kind, ORDERS.index(self.order), round_, part, self.n_elements,
-                payload_dtype, payload_nbytes,
+                MAGIC, VERSION, KIND_COLLECTIVE, self.schedule, self.epoch, self.detail, 0,
+                COLLECTIVES.index(self.collective), NO_OP if self.op is None else OPS.index(self.op), self.kind,
+                ORDERS.index(self.order), round_, part, self.n_elements, payload_dtype, payload_nbytes,
             )
         )  # fmt: skip
 
@@ -126,7 +126,8 @@ class Header:
 
     def differs_from(self, other: Header) -> str:
         """In words: in what these two calls differ, as seen from this side; empty where only the payloads do."""
-        in_words = {"collective": "collective", "seq": "number of the call", "n_elements": "number of elements", "dtype": "dtype",
+        in_words = {"collective": "collective", "seq": "number of the call", "n_elements": "number of elements",
+        "dtype": "dtype",
                     "op": "operator", "order": "order"}  # fmt: skip
         if self.collective == other.collective < len(COLLECTIVES):
             in_words["detail"] = "root" if COLLECTIVES[self.collective] in _ROOTED else "counts"
@@ -158,8 +159,11 @@ def decode(header: bytes | bytearray | memoryview) -> Header | None:
 def message_header(
     tag: int, seq: int, n_elements: int, payload_dtype: int, payload_nbytes: int, epoch: int = 0
 ) -> bytes:
-    """The header of a point-to-point message. The tag travels in the `n_elements`-independent `detail` and `round` fields."""
+    """The header of a point-to-point message.
+
+    The tag travels in the `n_elements`-independent `detail` and `round` fields.
+    """
     return _HEADER.pack(
-        MAGIC, VERSION, KIND_MESSAGE, 0, epoch, tag & 0xFFFFFFFF, seq, COLLECTIVES.index("send"), NO_OP, payload_dtype, 0, tag >> 32, 0,
-        n_elements, payload_dtype, payload_nbytes,
+        MAGIC, VERSION, KIND_MESSAGE, 0, epoch, tag & 0xFFFFFFFF, seq, COLLECTIVES.index("send"), NO_OP, payload_dtype,
+        0, tag >> 32, 0, n_elements, payload_dtype, payload_nbytes,
     )  # fmt: skip

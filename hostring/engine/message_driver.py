@@ -122,9 +122,9 @@ class MessageDriver:
     def _drive(self, until: Callable[[], bool], deadline: float | None) -> None:
         """Make progress `until` it is enough: look again for a while, then sleep.
 
-        Looking pays where the other rank runs. Where other processes want the cores, it only keeps the rank that is waited
-        for from running, and this one is woken later for the time that it has used. So it looks less often after each time
-        in vain, and more often after bytes came.
+        Looking pays where the other rank runs. Where other processes want the cores, it only keeps the rank that is
+        waited for from running, and this one is woken later for the time that it has used. So it looks less often after
+        each time in vain, and more often after bytes came.
         """
         idle = 0
         while not until():

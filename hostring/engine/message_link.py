@@ -95,7 +95,8 @@ class MessageLink:
         rank, header = self.rank, decode(self._head)
         if header is None or header.kind != KIND_MESSAGE or header.payload_dtype >= len(DTYPES):
             raise ProtocolError(
-                f"rank {rank} sent bytes on its message link that are no hostring frame: {bytes(self._head[:16]).hex()}…",
+                f"rank {rank} sent bytes on its message link that are no hostring frame: "
+                f"{bytes(self._head[:16]).hex()}…",
                 rank,
             )
         dtype = DTYPES[header.payload_dtype]

@@ -1,4 +1,4 @@
-"""The fold of two 16-bit contributions as they are, in an all-reduce that needs no float32 buffer: see `Planner.narrow`."""
+"""The fold of two 16-bit contributions as they are, in an all-reduce without a float32 buffer: see `Planner.narrow`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hostring.engine.receiving import Incoming
 
 
 class NarrowSum:
-    """Adds a contribution in place. One that came in another dtype than this rank's is added in float32, as everywhere else.
+    """Adds a contribution in place. One that came in another dtype than this rank's is added in float32.
 
     Args:
         dtype: of this rank's contribution. n_elements: of the whole buffer.

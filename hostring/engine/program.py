@@ -99,14 +99,15 @@ class Program:
         binding: what its messages share.
         subject: what the flight recorder keeps: the call, and the name of the dtype that is folded or moved.
         carried: the dtype as which a narrow program sees the caller's memory, see `carrier`; None for other programs. A
-            narrow program folds 16-bit contributions as they are. It gives the bits of folding in float32 and rounding, and
-            saves three casts, but only a sum of two can do so.
+            narrow program folds 16-bit contributions as they are. It gives the bits of folding in float32 and rounding,
+            and saves three casts, but only a sum of two can do so.
         direct: its short form, if it has one.
     """
 
     def __init__(
-        self, schedule: Schedule, call: Call, dtype: DType, folds: tuple[Fold2, Fold2] | None, pipes: Mapping[int, Pipe],
-        scratch: bytearray, sides: SideMemory, results: SideMemory | None, raw_dtype: DType | None = None, first_round: int = 0,
+        self, schedule: Schedule, call: Call, dtype: DType, folds: tuple[Fold2, Fold2] | None, pipes: Mapping[int,
+        Pipe], scratch: bytearray, sides: SideMemory, results: SideMemory | None, raw_dtype: DType | None = None,
+        first_round: int = 0,
     ) -> None:  # fmt: skip
         narrow = folds is not None and dtype != DTYPES[call.kind]
         self.binding = Binding(schedule, call, dtype, narrow, sides, results)

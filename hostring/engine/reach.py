@@ -31,7 +31,7 @@ def far_hosts(links: Mapping[int, Link]) -> dict[int, str]:
 
 
 def interface_down(links: Mapping[int, Link], far: Collection[int]) -> str | None:
-    """The interface through which all links to `far` peers lead, when it is down; None when one is up, or nobody knows."""
+    """The interfaces through which the links to `far` peers lead, when all are down; None when one is up or unknown."""
     down = set()
     for peer in far:
         with contextlib.suppress(OSError, ValueError), _socket(links[peer]) as sock:

@@ -22,8 +22,8 @@ KEPT: Final = 1000
 _EPOCH: Final = time.time() - perf_counter()  # what turns a perf_counter time into one that other machines know
 
 Entry = tuple[tuple[Call, str], int, float, float, float, float, int, tuple[int, int]]
-"""What it was (see `Program.subject`), seq, started, ended, seconds of waiting and of folding, the rank that was waited for,
-payload bytes sent and received."""
+"""What it was (see `Program.subject`), seq, started, ended, seconds of waiting and of folding, the rank that was waited
+for, and (payload bytes sent, received)."""
 
 
 class Recorder:
@@ -72,7 +72,10 @@ class Recorder:
         return {**group, "failure": self._failure, "operations": self.rows()}
 
     def dump(self, failure: str | None = None) -> Path | None:
-        """Write the document into `HOSTRING_DUMP`, where that is set. Returns the file. The first failure is remembered."""
+        """Write the document into `HOSTRING_DUMP`, where that is set.
+
+        Returns the file. The first failure is remembered.
+        """
         self._failure = self._failure or failure
         if self._directory is None:
             return None
@@ -103,7 +106,10 @@ def _row(entry: Entry) -> dict[str, Any]:
 
 
 def chrome_trace(documents: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The records of several ranks as one trace for chrome://tracing or Perfetto: a process per rank, a slice per operation."""
+    """The records of several ranks as one trace for chrome://tracing or Perfetto.
+
+    Each rank is a process there, each operation a slice.
+    """
     events: list[dict[str, Any]] = []
     for document in documents:
         pid = document["rank"]

@@ -51,7 +51,8 @@ class Outgoing:
 
     Attributes:
         origin: the message that it came with, when it is only passed on: its dtype is kept.
-        result, asker: for a result that only one rank needs: the result, and the contribution of that rank. Its dtype tells
+        result, asker: for a result that only one rank needs: the result, and the contribution of that rank. Its dtype
+        tells
             what that rank will round to.
     """
 

@@ -1,4 +1,4 @@
-"""Who waits for whom, and in which call: what finds the culprit when ranks wait, and the odd one out when they differ."""
+"""Who waits for whom, and in which call: the culprit when ranks wait, and the odd one out when their calls differ."""
 
 from __future__ import annotations
 

@@ -11,19 +11,19 @@ from typing import Any, Final, Protocol
 
 from hostring.errors import OperationTimeout
 
-TICK: Final = 0.001  # seconds after which what nobody waits for is begun
-_QUIET_TICKS: Final = 200
-_OTHERS_SECONDS: Final = 5.0  # that `close` waits for a call in another thread
+TICK: Final = 0.001  # seconds after which an operation that nobody waits for is begun
+_QUIET_TICKS: Final = 200  # the thread sleeps until the next call after so many ticks without one
+CLOSE_WAIT_S: Final = 5.0  # how long close() waits for a call on another thread
 
 
 class Driver(Protocol):
-    """What carries works out: by itself, but not at once, so that whoever waits can do it in its own thread."""
+    """Carries works out by itself, but not at once, so that whoever waits can do it in its own thread."""
 
     def help(self, work: Work) -> None:
-        """Carry `work` out here, when nobody has begun."""
+        """Carry `work` out on this thread, unless another one has begun."""
 
     def hurry(self) -> None:
-        """Begin now: somebody relies on the end of a work without waiting for it here."""
+        """Begin now: somebody needs the end of a work without waiting for it here."""
 
 
 class Work:
@@ -46,7 +46,7 @@ class Work:
         return self._done
 
     def exception(self) -> BaseException | None:
-        """What it raised, or None: also while it is still under way."""
+        """The exception that it raised; None while it is under way or when it ended well."""
         return self._error
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -89,7 +89,7 @@ class Work:
             self._driver.hurry()
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """End it. For the side that carries the operation out."""
+        """End it. Called by whoever carries the operation out."""
         with self._lock:
             self._result, self._error = result, error
             callbacks, self._callbacks = self._callbacks, []
@@ -101,14 +101,14 @@ class Work:
 
 
 class Turns:
-    """Gives the operations of one group their order: first come, first served, over all threads.
+    """Runs the operations of one group one after the other, in the order in which they came, over all threads.
 
-    A blocking call runs in its own thread when nothing is queued. What is queued is worked off by whoever waits for it, else
-    by one daemon thread, which starts with the first asynchronous call and looks once in a millisecond: most calls are waited
-    for at once, and waking a thread costs several times what a small collective does.
+    A blocking call runs in its own thread when nothing is queued. Queued calls are carried out by whoever waits for them,
+    else by one daemon thread. It starts with the first asynchronous call and looks once in a millisecond, because most
+    calls are waited for at once, and waking a thread costs several times as much as a small collective.
 
     Attributes:
-        turn: held by whoever runs an operation. queued: what nobody has begun yet.
+        turn: held by whoever runs an operation. queued: operations that nobody has begun.
     """
 
     def __init__(self, name: str) -> None:
@@ -122,7 +122,7 @@ class Turns:
         self._parked = False
 
     def run(self, job: Callable[..., Any], what: str, *args: Any) -> Any:
-        """Run `job(*args)` here when it is its turn at once, or in this thread's own turn; else behind the queue."""
+        """Run `job(*args)` on this thread if it is its turn now, or if this thread has the turn; else queue it and wait."""
         if self.holder == get_ident():
             return job(*args)
         if not self.queued and self.turn.acquire(blocking=False):
@@ -170,7 +170,7 @@ class Turns:
                 self._next()
 
     def _look(self, quiet: int) -> bool:
-        """Pass a tick, or sleep until the next call when it has been quiet. Returns False when the group is closed."""
+        """Wait for a tick, or for the next call after many quiet ticks. Returns False when the group is closed."""
         if quiet < _QUIET_TICKS:
             try:
                 return self._wake.get(timeout=TICK)
@@ -183,7 +183,7 @@ class Turns:
             self._parked = False
 
     def _next(self) -> bool:
-        """Run the first in the queue, with the turn held, and give the turn up. Returns whether there was one."""
+        """Run the first of the queue, with the turn held, and release the turn. Returns whether there was one."""
         result, error = None, None
         try:
             if not self.queued:
@@ -192,7 +192,7 @@ class Turns:
             self.holder = get_ident()
             try:
                 result = job()
-            except BaseException as exc:  # it belongs to whoever waits for the work
+            except BaseException as exc:  # whoever waits for the work gets it
                 error = exc
             self.holder = 0
         finally:
@@ -201,7 +201,7 @@ class Turns:
         return True
 
     def close(self, timeout: float) -> bool:
-        """Work off what was accepted, end the thread, and let a blocking call in another thread end.
+        """Carry out what was accepted, end the thread, and wait for a blocking call on another thread.
 
         Returns whether the thread ended within `timeout` seconds.
         """
@@ -211,7 +211,7 @@ class Turns:
                 self._wake.put(False)
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
-        # Not for long: a signal handler may close the group under a call of its own thread.
-        if self.holder != get_ident() and self.turn.acquire(timeout=min(timeout, _OTHERS_SECONDS)):
+        # Not for long: a signal handler may close the group during a call of its own thread.
+        if self.holder != get_ident() and self.turn.acquire(timeout=min(timeout, CLOSE_WAIT_S)):
             self.turn.release()
         return thread is None or not thread.is_alive()
