@@ -240,7 +240,7 @@ def main() -> int:
     print("\n".join(table(rows)))
     if options.json:
         Path(options.json).write_text(
-            json.dumps({"settings": {**vars(options), "json": None}, "rows": rows}, indent=1) + "\n"
+            json.dumps({"settings": {**vars(options), "json": None}, "rows": rows}, indent=1) + "\n", encoding="utf-8"
         )
     texts = {tuple(rank["tokens"]) for c in contenders for ranks in c.results for rank in ranks}
     exact = set(options.dtypes.split(",")) == {"float32"}

@@ -261,7 +261,7 @@ def safetensors(data: bytes) -> None:
 
     folder = Path(_scratch)
     (folder / "model.safetensors").write_bytes(data)
-    (folder / "config.json").write_text(_QWEN)
+    (folder / "config.json").write_text(_QWEN, encoding="utf-8")
     SafetensorsCheckpoint(folder)
 
 
@@ -428,7 +428,7 @@ def main() -> int:
     if sys.platform == "linux":
         import resource
 
-        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        now = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + int(args.memory * 1e9), resource.RLIM_INFINITY))
     total = sum(t.share for t in chosen)
     inputs = failures = 0

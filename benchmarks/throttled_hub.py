@@ -49,7 +49,7 @@ def measure(
             hosts, [sys.executable, *bench, *effort], world_size, env={"HOSTRING_TUNING": "off"}, stdout=-3
         )
         wait_ranks(ranks, options.timeout)
-        rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+        rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))["rows"]
     wrong = sum(row["wrong"] for row in rows)
     if wrong:
         raise RuntimeError(f"{wrong} wrong elements with {world_size} ranks")
@@ -126,7 +126,7 @@ def main() -> int:
     if options.json:
         prices = {p.world_size: {name: offer.seconds for name, offer in p.offers.items()} for p in predicted}
         rows = {"measured": measured, "free": free, "predicted": prices}
-        Path(options.json).write_text(json.dumps({"answers": answers, **rows}, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps({"answers": answers, **rows}, indent=1) + "\n", encoding="utf-8")
     return 1 if off else 0
 
 

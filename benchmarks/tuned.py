@@ -65,7 +65,7 @@ def compare(world_size: int, options: argparse.Namespace) -> list[dict[str, Any]
             env,
             options.timeout,
         )
-        rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+        rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))["rows"]
     return rows
 
 
@@ -105,7 +105,9 @@ def main() -> int:
                 flush=True,
             )
     if options.json:
-        Path(options.json).write_text(json.dumps({"cores": os.cpu_count(), "rows": all_rows}, indent=1) + "\n")
+        Path(options.json).write_text(
+            json.dumps({"cores": os.cpu_count(), "rows": all_rows}, indent=1) + "\n", encoding="utf-8"
+        )
     print(f"{off} choices are more than {100 * options.within:.0f} % off")
     return 1 if off else 0
 

@@ -60,7 +60,9 @@ def save(model: Any, directory: Path, **options: Any) -> Path:
     model.save_pretrained(directory, **options)
     tokenizer = byte_tokenizer(model.config.vocab_size)
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": CHAT}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<end>", "chat_template": CHAT}), encoding="utf-8"
+    )
     return directory
 
 

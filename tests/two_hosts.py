@@ -33,7 +33,7 @@ class Hosts:
         for x, address in (("a", "127.0.1.1"), ("b", "10.97.0.1")):
             folder = Path("/etc/netns", self.names[x])
             folder.mkdir(parents=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} evo\n")
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} evo\n", encoding="utf-8")
             self.ip("netns", "add", self.names[x])
         ends = [["netns", self.names[x]] for x in "ab"]
         self.ip("link", "add", self.device["a"], *ends[0], "type", "veth", "peer", "name", self.device["b"], *ends[1])

@@ -45,7 +45,7 @@ def trace(
             table.add_row(str(row["seq"]), row["collective"], row["dtype"], str(row["n_elements"]), *times, late)
         console.print(table)
     if chrome is not None:
-        chrome.write_text(json.dumps(chrome_trace(documents)))
+        chrome.write_text(json.dumps(chrome_trace(documents)), encoding="utf-8")
         console.print(
             f"{sum(len(d['operations']) for d in documents)} operations of {len(documents)} ranks in {chrome}"
         )
@@ -53,7 +53,7 @@ def trace(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(encoding="utf-8"))
         if not {"group", "rank", "world_size", "failure", "operations"} <= document.keys():
             raise ValueError("it lacks keys")
     except (ValueError, AttributeError) as exc:

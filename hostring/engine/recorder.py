@@ -81,7 +81,7 @@ class Recorder:
             return None
         path = Path(self._directory) / f"hostring-{self.group.replace('/', '_')}-{self.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.document()))
+        path.write_text(json.dumps(self.document()), encoding="utf-8")
         log.info("hostring: rank %d wrote its last %d operations to %s", self.rank, len(self._entries), path)
         return path
 

@@ -267,6 +267,6 @@ def _cores(world_size: int | None) -> Finding:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text(encoding="utf-8").strip()
     except OSError:
         return ""

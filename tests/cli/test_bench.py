@@ -51,7 +51,7 @@ def test_a_small_run_writes_all_that_it_shows(tmp_path):
     run = bench("all_reduce", "broadcast", *options, "--json", str(file), "--plot", str(picture))
     assert run.returncode == 0, run.stdout + run.stderr
     assert "# wrong elements: 0" in run.stdout
-    document = json.loads(file.read_text())
+    document = json.loads(file.read_text(encoding="utf-8"))
     assert document["settings"]["ranks"] == 2
     rows = document["rows"]
     assert {(r["collective"], r["contender"], r["nbytes"]) for r in rows} == {
@@ -218,7 +218,7 @@ def test_many_curves_still_fit_a_plot(run_ranks, tmp_path):
         ]
 
     plot(str(tmp_path / "many.svg"), run_ranks(2, body)[0], "nine ways")
-    assert "way 8" in (tmp_path / "many.svg").read_text()
+    assert "way 8" in (tmp_path / "many.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_launch_starts_ranks_passes_arguments_and_returns_their_exit_code(
     tmp_path: Path, code: str, topology: str
 ) -> None:
     script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
+    script.write_text(PROGRAM, encoding="utf-8")
     done = hostring("launch", "-n", "2", "--topology", topology, str(script), code, "--topology", "mine")
     assert done.returncode == int(code), done.stderr
     expected = f"{topology} 11 {[code, '--topology', 'mine']}"

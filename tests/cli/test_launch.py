@@ -53,7 +53,7 @@ time.sleep(60)
 
 def script(folder: Path, text: str) -> str:
     path = folder / "ranks.py"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return str(path)
 
 
@@ -62,7 +62,7 @@ def gone(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "Z" in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
 
 
 def run_launch(n: int, *argv: str, prefix: bool = False, grace: float = 5.0) -> subprocess.Popen[str]:

@@ -52,7 +52,8 @@ def test_an_exit_without_close_neither_hangs_nor_crashes(how: str, transport: st
     script = tmp_path / "rank.py"
     script.write_text(
         f"import numpy as np, hostring\ncomm = hostring.init(timeout=60, transport={transport!r})\nx = np.arange(1000.0)\n"
-        f"comm.all_reduce(x.copy())\nprint('reduced')\n{ENDS[how]}\n"
+        f"comm.all_reduce(x.copy())\nprint('reduced')\n{ENDS[how]}\n",
+        encoding="utf-8",
     )
     command = [sys.executable, "-m", "hostring", "launch", "-n", "2", str(script)]
     started = time.monotonic()
@@ -255,7 +256,8 @@ def test_in_a_ring_without_a_store_all_name_the_same_rank(how: str, tmp_path: Pa
         path.write_text(
             json.dumps(
                 {"master_ip": None, "master_port": 9, "port": ports[rank], **right, "rank": rank, "world_size": 5}
-            )
+            ),
+            encoding="utf-8",
         )
         config = from_environment(topology="ring", transport="tcp", timeout=20.0, environ={"RING_CONFIG": str(path)})
         group = connect(config, neighbours=neighbours("ring", "rank"), contract=contract("ring", "rank"))

@@ -30,7 +30,7 @@ def test_random_deaths_never_make_a_result_wrong(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=220, cwd=ROOT)
     last = done.stdout.strip().splitlines()[-1]
     found = {name: float(value) for name, value in re.findall(r"(\w+)=([\d.]+)", last)}
-    said = log.read_text(errors="replace")[-3000:]
+    said = log.read_text(errors="replace", encoding="utf-8")[-3000:]
     assert done.returncode == 0, f"{last}\n{said}"
     assert found["wrong"] == found["hangs"] == 0
     assert found["kills"] >= 1

@@ -56,7 +56,9 @@ def test_a_failure_is_dumped_by_every_rank_and_shown(
         return str(failure.value)
 
     run_ranks(2, body)
-    documents = [json.loads((tmp_path / f"hostring-world-{rank}.json").read_text()) for rank in range(2)]
+    documents = [
+        json.loads((tmp_path / f"hostring-world-{rank}.json").read_text(encoding="utf-8")) for rank in range(2)
+    ]
     for rank, document in enumerate(documents):
         assert document["rank"] == rank
         assert (
@@ -72,11 +74,11 @@ def test_a_failure_is_dumped_by_every_rank_and_shown(
     assert shown.exit_code == 0, shown.output
     assert "all_reduce" in shown.output
     assert "operations of 2 ranks" in shown.output
-    assert json.loads(out.read_text()) == trace
+    assert json.loads(out.read_text(encoding="utf-8")) == trace
 
 
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "hostring-x.json").write_text("[]")
+    (tmp_path / "hostring-x.json").write_text("[]", encoding="utf-8")
     result = CliRunner().invoke(app, ["trace", str(tmp_path)])
     assert isinstance(result.exception, ValueError)
     assert "no flight record" in str(result.exception)

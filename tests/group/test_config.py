@@ -28,7 +28,7 @@ SEED = {  # seed 004, the file of rank 1
 def ring_file(folder: Path, **changes: Any) -> str:
     content = {**SEED, **changes}
     path = folder / "ring.json"
-    path.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}), encoding="utf-8")
     return str(path)
 
 
@@ -144,7 +144,7 @@ def test_errors_in_ring_config_name_the_file_and_the_key(tmp_path: Path, changes
 @pytest.mark.parametrize("text", ["", "[]", "{", '"x"', "[" * 100_000, "nan", '{"a":1}'])
 def test_ring_config_that_is_no_json_object(tmp_path: Path, text: str) -> None:
     path = tmp_path / "ring.json"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"RING_CONFIG=.*ring\.json"):
         read_ring(str(path))
 
@@ -162,7 +162,7 @@ JSON = st.none() | st.integers() | st.text(max_size=5) | st.floats() | st.lists(
 @given(st.dictionaries(st.sampled_from([*SEED, "extra"]), JSON))
 def test_any_ring_config_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]) -> None:
     path = tmp_path_factory.getbasetemp() / "any.json"
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), encoding="utf-8")
     try:
         rank, world_size, ring = read_ring(str(path))
     except ValueError:

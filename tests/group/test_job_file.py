@@ -20,7 +20,7 @@ def test_the_meeting_file_is_for_this_user_alone(monkeypatch: pytest.MonkeyPatch
     assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
     assert os.listdir(os.path.dirname(path)) == ["job.json"]
 
-    Path(path).write_text("{")
+    Path(path).write_text("{", encoding="utf-8")
     with pytest.raises(LookupError, match="can't be read"):
         job_file.find("job")
     os.chmod(path, 0o644)

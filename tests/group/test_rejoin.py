@@ -109,7 +109,7 @@ def meeting_place(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize("dead", [0, 1, 2])
 def test_a_killed_process_comes_back(dead: int, meeting_place: dict[str, str], tmp_path: Path) -> None:
     program = tmp_path / "rank.py"
-    program.write_text(PROGRAM)
+    program.write_text(PROGRAM, encoding="utf-8")
     ranks = [Rank(program, {**meeting_place, "RANK": str(r)}) for r in range(3)]
     killed = ranks[dead]
     try:

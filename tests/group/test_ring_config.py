@@ -38,7 +38,7 @@ def ring_config(ports: Sequence[int], rank: int, **changes: Any) -> Config:
     }
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "ring.json")
-        Path(path).write_text(json.dumps(content))
+        Path(path).write_text(json.dumps(content), encoding="utf-8")
         config = from_environment(timeout=20.0, environ={"RING_CONFIG": path, "HOSTRING_SECRET": "shared"})
     return replace(config, **changes)
 

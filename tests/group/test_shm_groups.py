@@ -273,7 +273,7 @@ def test_a_ring_config_within_one_host_shares_memory(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         if rank == 1:
             end = time.monotonic() + DEADLINE
-            while f"@hostring-{ports[0]}" not in Path("/proc/net/unix").read_text():
+            while f"@hostring-{ports[0]}" not in Path("/proc/net/unix").read_text(encoding="utf-8"):
                 assert time.monotonic() < end
                 time.sleep(0.01)
             time.sleep(0.05)  # the TCP listener comes after it
@@ -284,7 +284,9 @@ def test_a_ring_config_within_one_host_shares_memory(tmp_path: Path) -> None:
             "port": ports[rank],
             "right_ip": "127.0.0.1",
         }
-        path.write_text(json.dumps({**ring, "right_port": ports[1 - rank], "rank": rank, "world_size": 2}))
+        path.write_text(
+            json.dumps({**ring, "right_port": ports[1 - rank], "rank": rank, "world_size": 2}), encoding="utf-8"
+        )
         config = bootstrap_config(str(path))
         group = connect(config, neighbours=lambda r, n: {1 - r}, contract={})
         kinds = {kind: type(getattr(group, kind)[1 - rank]).__name__ for kind in ("data", "control", "p2p")}

@@ -139,7 +139,7 @@ def test_ctrl_c_ends_every_wait_of_the_start(where: str, tmp_path: Path) -> None
             "right_ip": "127.0.0.1",
             "right_port": free_port(),
         }
-        path.write_text(json.dumps({**keys, "rank": 1, "world_size": 3}))
+        path.write_text(json.dumps({**keys, "rank": 1, "world_size": 3}), encoding="utf-8")
         env = {"RING_CONFIG": str(path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     running = subprocess.Popen([sys.executable, "-c", ALONE], env={**os.environ, **env}, text=True, **pipes)

@@ -81,6 +81,6 @@ def test_ring_config_as_in_the_seed(hosts: Hosts, tmp_path: Path) -> None:
     ]
     paths = [tmp_path / f"ring{rank}.json" for rank in (0, 1)]
     for path, content in zip(paths, ends, strict=True):
-        path.write_text(json.dumps(content))
+        path.write_text(json.dumps(content), encoding="utf-8")
     envs = [{"RING_CONFIG": str(path), "HOSTRING_SECRET": "shared"} for path in paths]
     assert "rank 1 reaches rank 0 at 10.97.0.1:9000" in assert_summed(hosts.run(envs[0], envs[1]))

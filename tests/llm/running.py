@@ -57,7 +57,7 @@ class Running:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
-                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                    parent = int((entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
                     if parent == self.process.pid and f"RANK={rank}".encode() in (entry / "environ").read_bytes().split(
                         b"\0"
                     ):

@@ -135,7 +135,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 def edit(path: Path, **fields: Any) -> None:
     file = path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **fields}), encoding="utf-8")
 
 
 @pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind in KINDS for field in fields_of(kind)])
@@ -185,12 +185,12 @@ def test_mistakes_of_the_generator_would_be_seen(tmp_path: Path, alone: hostring
 )
 def test_a_missing_or_odd_field_is_named(kind: str, field: str, tmp_path: Path) -> None:
     random_model(KINDS[kind](**BASE)).save_pretrained(tmp_path)
-    whole = json.loads((tmp_path / "config.json").read_text())
+    whole = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     for value in ("absent", None, "x", [], 0, -1, 2.5, True, {}):
         fields = {**whole, field: value}
         if value == "absent":
             del fields[field]
-        (tmp_path / "config.json").write_text(json.dumps(fields))
+        (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         with pytest.raises(ValueError, match=field) as caught:
             open_checkpoint(tmp_path)
         assert "config.json" in str(caught.value)
@@ -205,9 +205,9 @@ def test_what_transformers_fills_in_is_filled_in(kind: str, tmp_path: Path, alon
         model = random_model(KINDS[kind](**{k: v for k, v in {**BASE, **size}.items() if k != field or size}))
         path = tmp_path / field
         model.save_pretrained(path)
-        fields = json.loads((path / "config.json").read_text())
+        fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
         fields.pop(field, None)
-        (path / "config.json").write_text(json.dumps(fields))
+        (path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         with torch.inference_mode():
             assert close(ours(path, alone), model(TOKENS).logits), field
 
@@ -474,7 +474,7 @@ def test_paths_that_hold_no_model_say_why(tmp_path: Path) -> None:
         open_checkpoint(odd)
     pickles = tmp_path / "pickles"
     pickles.mkdir()
-    (pickles / "config.json").write_text("{}")
+    (pickles / "config.json").write_text("{}", encoding="utf-8")
     (pickles / "pytorch_model.bin").write_bytes(b"PK\3\4")
     with pytest.raises(FileNotFoundError, match=r"has 0 \.safetensors files .*\*\.bin files are not read"):
         open_checkpoint(pickles)

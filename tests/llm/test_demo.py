@@ -17,7 +17,9 @@ import pytest
 from hostring.integrations.llm.demo.job import BUNDLED, Job, make_job
 from hostring.integrations.llm.demo.verdict import faults, statement
 
-LAYERS, HIDDEN = (json.loads((BUNDLED / "config.json").read_text())[k] for k in ("num_hidden_layers", "hidden_size"))
+LAYERS, HIDDEN = (
+    json.loads((BUNDLED / "config.json").read_text(encoding="utf-8"))[k] for k in ("num_hidden_layers", "hidden_size")
+)
 
 
 def run_demo(tmp_path: Path, *args: str) -> tuple[dict[str, Any], str]:
@@ -25,7 +27,7 @@ def run_demo(tmp_path: Path, *args: str) -> tuple[dict[str, Any], str]:
     command = [sys.executable, "-m", "hostring", "demo", "--json", str(file), *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(file.read_text()), done.stdout
+    return json.loads(file.read_text(encoding="utf-8")), done.stdout
 
 
 def check_account(result: dict[str, Any], topology: str = "mesh") -> None:
@@ -136,7 +138,7 @@ def test_generate_does_the_same_in_a_launched_group(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hostring", "launch", "-n", "3", "-m", "hostring", "generate", *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    result = json.loads(file.read_text())
+    result = json.loads(file.read_text(encoding="utf-8"))
     check_account(result)
     assert result["dtypes"] == ["float16", "bfloat16", "float16"]
     assert done.stdout.count(result["text"]) == 1  # only the head prints
@@ -162,7 +164,7 @@ def test_generate_runs_without_a_launcher() -> None:
 
 
 def test_a_model_that_ranks_cant_load_ends_the_demo_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
     command = [sys.executable, "-m", "hostring", "demo", "--model", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 1

@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named_and_the_next_prompt_is_answered(
     assert demo.rank(0) == head
     assert {rank for rank in others if demo.rank(rank) != others[rank]} == {dead}
     assert demo.end() == 1, demo.shown()  # an answer broke off
-    result = json.loads(file.read_text())
+    result = json.loads(file.read_text(encoding="utf-8"))
     check_answers(result, answers, dead)
     shown = demo.out.decode()
     assert PROMPTS[0] + result["turns"][0]["text"] + "\n" in shown  # the partial text is whole
@@ -118,7 +118,7 @@ def test_a_stopped_rank_is_ended_and_started_again(
     stopped = demo.rank(1)
     assert lose(demo, 1, signal.SIGSTOP) < timeout + NOTICED
     assert demo.end() == 1, demo.shown()
-    check_answers(json.loads(file.read_text()), answers, 1)
+    check_answers(json.loads(file.read_text(encoding="utf-8")), answers, 1)
     assert not Path(f"/proc/{stopped}").exists()
 
 
@@ -138,7 +138,7 @@ def test_a_rank_that_dies_between_prompts_costs_no_answer(
     demo.wait_for(lambda out, err: answers[1][1] in out)
     demo.process.stdin.close()
     assert demo.end() == 0, demo.shown()
-    result = json.loads(file.read_text())
+    result = json.loads(file.read_text(encoding="utf-8"))
     assert [(turn["tokens"], turn["text"]) for turn in result["turns"]] == answers
     assert result["controls"] == {}  # nobody waits for them after a talk
 
@@ -161,7 +161,7 @@ def test_the_only_prompt_keeps_its_partial_answer(
     demo = run("demo", "--ranks", "3", *GREEDY, "--max-tokens", str(MANY), "--json", str(file), "--prompt", PROMPTS[0])
     assert lose(demo, 2, signal.SIGKILL) < NOTICED
     assert demo.end() == 1
-    result = json.loads(file.read_text())
+    result = json.loads(file.read_text(encoding="utf-8"))
     (turn,) = result["turns"]
     assert "rank 2 is lost" in result["error"]
     assert result["error"] in demo.err.decode()
@@ -210,7 +210,7 @@ def test_started_by_hand_a_rank_comes_back_by_the_line_that_is_printed(
     head.process.stdin.close()
     assert head.end() == 1, head.shown()  # an answer broke off
     assert (other.end(), back.end()) == (0, 0), other.shown() + back.shown()
-    check_answers(json.loads(file.read_text()), answers, 1)
+    check_answers(json.loads(file.read_text(encoding="utf-8")), answers, 1)
 
 
 def test_hostring_launch_starts_ranks_again_when_it_is_told_to(
@@ -223,4 +223,4 @@ def test_hostring_launch_starts_ranks_again_when_it_is_told_to(
     assert lose(started, 2, signal.SIGKILL) < NOTICED
     assert started.end() == 1, started.shown()
     assert "hostring launch starts it again" in started.err.decode()
-    check_answers(json.loads(file.read_text()), answers, 2)
+    check_answers(json.loads(file.read_text(encoding="utf-8")), answers, 2)

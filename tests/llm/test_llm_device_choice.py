@@ -155,4 +155,4 @@ def test_the_command_takes_the_accelerator_unless_told_otherwise(
     options: tuple[str, ...], device: str, tmp_path: Path, worker: Callable[..., Any]
 ) -> None:
     worker(_command, tmp_path / "out.json", *options)
-    assert json.loads((tmp_path / "out.json").read_text())["devices"] == [device]
+    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["devices"] == [device]

@@ -19,9 +19,9 @@ BYTES = ChatTokenizer(byte_tokenizer(400), frozenset({1}), CHAT)
 
 def directory(tmp_path: Path, settings: dict[str, object], **files: object) -> Path:
     byte_tokenizer(400).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     for name, content in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return tmp_path
 
 
@@ -70,7 +70,7 @@ def test_the_template_may_be_a_string_a_list_or_a_file(tmp_path: Path) -> None:
         tmp_path, {"chat_template": [{"name": "tools", "template": "no"}, {"name": "default", "template": CHAT}]}
     )
     assert load_tokenizer(path).template == CHAT
-    (path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    (path / "chat_template.jinja").write_text("{{ messages[0].content }}!", encoding="utf-8")
     assert load_tokenizer(path).chat([{"role": "user", "content": "hi"}]) == BYTES.encode("hi!")
 
 

@@ -106,7 +106,7 @@ def test_what_is_no_checkpoint_says_so(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         open_checkpoint(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}), encoding="utf-8")
     with pytest.raises(FileNotFoundError, match=r"has 0 \.safetensors files"):
         SafetensorsCheckpoint(tmp_path)
 

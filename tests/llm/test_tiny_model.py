@@ -64,7 +64,7 @@ def mean_loss(model: Model, text: str) -> float:
 def test_it_fits_in_four_megabytes_with_its_tokenizer_and_says_where_it_comes_from() -> None:
     files = {f.name: f.stat().st_size for f in BUNDLED.iterdir()}
     assert sum(files.values()) <= 4_000_000, files
-    readme = (BUNDLED / "README.md").read_text()
+    readme = (BUNDLED / "README.md").read_text(encoding="utf-8")
     for fact in ("bible-kjv-text", "public domain", "train_tiny.py", "held-out", "Qwen3"):
         assert fact in readme
 
@@ -119,15 +119,15 @@ def test_transformers_loads_it_and_computes_the_same(model: Model) -> None:
 def test_the_script_that_trained_it_ends_with_equal_weights(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     verses = [f"Ge{c}:{v} {PASSAGE} Number {v} of {c}." for c in range(1, 60) for v in range(1, 6)]
-    text.write_text("\n".join(verses))
+    text.write_text("\n".join(verses), encoding="utf-8")
     script = Path(__file__).parents[2] / "examples" / "train_tiny.py"
     args = ["--text", text, "--out", tmp_path / "out", "--minutes", "0.05", "--windows", "2", "--window", "64"]
     command = [sys.executable, "-m", "hostring", "launch", "-n", "2", str(script), *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert re.search(r"weights sha256 [0-9a-f]{64} on all 2 ranks", done.stdout), done.stdout
-    assert "Ge1:" not in (tmp_path / "out" / "tokenizer.json").read_text()
-    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "Ge1:" not in (tmp_path / "out" / "tokenizer.json").read_text(encoding="utf-8")
+    fields = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert fields["architectures"] == ["Qwen3ForCausalLM"]
     with hostring.init(0, 1) as comm:
         assert load_model(tmp_path / "out", comm).generate("And the", max_tokens=4).stats.generated_tokens == 4

@@ -74,13 +74,15 @@ def test_ranges_of_ranks_that_are_none(text):
 
 
 def test_the_command_prints_prices_and_writes_them(tmp_path):
-    (tmp_path / "links.json").write_text('{"latency_us": 60, "gbit_per_s": 1, "ranks": {"0": {"gbit_per_s": 2.5}}}')
+    (tmp_path / "links.json").write_text(
+        '{"latency_us": 60, "gbit_per_s": 1, "ranks": {"0": {"gbit_per_s": 2.5}}}', encoding="utf-8"
+    )
     out = tmp_path / "prices.json"
     files = ("--links", str(tmp_path / "links.json"), "--json", str(out))
     shown = run("plan", "topology", "--ranks", "2..6", "--sizes", "1M,4K", *files)
     assert shown.returncode == 0, shown.stderr
     assert "the hub is the active constraint of a star from 4 ranks on" in shown.stdout
-    rows = json.loads(out.read_text())
+    rows = json.loads(out.read_text(encoding="utf-8"))
     assert [(r["nbytes"], r["ranks"]) for r in rows] == [(n, r) for n in (4096, 1 << 20) for r in range(2, 7)]
     assert [r["hub_active"] for r in rows[5:]] == [False, False, True, True, True]
     for r in rows:
@@ -88,7 +90,7 @@ def test_the_command_prints_prices_and_writes_them(tmp_path):
 
 
 def test_a_wrong_links_file_is_named(tmp_path):
-    (tmp_path / "links.json").write_text('{"latency": 60}')
+    (tmp_path / "links.json").write_text('{"latency": 60}', encoding="utf-8")
     shown = run("plan", "topology", "--links", str(tmp_path / "links.json"))
     assert shown.returncode == 2
     assert "links.json: unknown key latency" in shown.stderr
@@ -110,8 +112,10 @@ def test_tuning_shows_a_matrix_and_saves_what_later_groups_use(tmp_path):
     ):
         assert words in shown.stdout
     (saved,) = (tmp_path / "cache" / "hostring").iterdir()
-    assert json.loads(saved.read_text())["source"].startswith("hostring tune of ")
+    assert json.loads(saved.read_text(encoding="utf-8"))["source"].startswith("hostring tune of ")
     script = tmp_path / "script.py"
-    script.write_text("import hostring\nwith hostring.init() as comm:\n    print(comm.session.tuner.source)\n")
+    script.write_text(
+        "import hostring\nwith hostring.init() as comm:\n    print(comm.session.tuner.source)\n", encoding="utf-8"
+    )
     used = run("launch", "-n", "2", str(script), XDG_CACHE_HOME=cache)
     assert used.stdout.count("hostring tune of ") == 2, used.stdout + used.stderr

@@ -187,16 +187,16 @@ def test_a_network_survives_json() -> None:
 def test_a_links_file_names_ranks_and_links(tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "links.json"
     ranks, links = '"ranks": {"0": {"gbit_per_s": 2.5}}', '"links": [{"from": 0, "to": 2, "latency_us": 400}]'
-    path.write_text(f'{{"latency_us": 50, "gbit_per_s": 1, {ranks}, {links}}}')
+    path.write_text(f'{{"latency_us": 50, "gbit_per_s": 1, {ranks}, {links}}}', encoding="utf-8")
     net = from_links(read_links(str(path)), 3)
     assert net.host(0).send_rate == pytest.approx(2.5 * GBIT * PAYLOAD)
     assert net.host(1).recv_rate == pytest.approx(GBIT * PAYLOAD)
     assert net.between(0, 1).latency == pytest.approx(50e-6)
     assert net.between(0, 2).latency == pytest.approx(400e-6)
-    path.write_text('{"latency_us": 50, "ranks": {"0": {"gbits": 2.5}}}')
+    path.write_text('{"latency_us": 50, "ranks": {"0": {"gbits": 2.5}}}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"ranks\.0: unknown key gbits"):
         read_links(str(path))
-    path.write_text('{"latency_us": "soon"}')
+    path.write_text('{"latency_us": "soon"}', encoding="utf-8")
     with pytest.raises(ValueError, match="latency_us is 'soon'"):
         read_links(str(path))
 

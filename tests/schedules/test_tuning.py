@@ -50,7 +50,7 @@ def test_what_rank_0_has_saved_is_used_by_all(run_ranks):
 
     paths = run_ranks(3, body)
     assert len(set(paths)) == 1
-    assert json.loads(paths[0].read_text())["source"] == "a test's tuning"
+    assert json.loads(paths[0].read_text(encoding="utf-8"))["source"] == "a test's tuning"
     rows = rank_distinct(3, 5000)
 
     def again(comm):
@@ -87,7 +87,7 @@ SCRIPT = """
 
 def test_only_rank_0_decides(tmp_path):
     save(tuning_of(2, ("star", "stream")), tmp_path / "t.json")
-    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
     env = {**os.environ, "HOSTRING_TUNING": str(tmp_path / "t.json"), "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-m", "hostring.commands.cli", "launch", "-n", "2", str(tmp_path / "script.py")]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
@@ -103,7 +103,7 @@ def test_only_rank_0_decides(tmp_path):
     "content", ["", "{", "[]", '{"version": 0}', '{"version": 1, "source": "", "network": {}, "curves": []}']
 )
 def test_a_file_that_is_no_tuning_is_named_on_every_rank(run_ranks, monkeypatch, tmp_path, content):
-    (tmp_path / "t.json").write_text(content)
+    (tmp_path / "t.json").write_text(content, encoding="utf-8")
     monkeypatch.setenv("HOSTRING_TUNING", str(tmp_path / "t.json"))
     for error in run_ranks(2, lambda comm: None, check=False):
         assert isinstance(error, HostringError)

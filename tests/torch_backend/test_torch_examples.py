@@ -30,7 +30,7 @@ def _example(group, name):
 
 def promised(name: str) -> list[str]:
     """The lines after "prints" in the example's docstring."""
-    words = (EXAMPLES / f"{name}.py").read_text().split('"""')[1]
+    words = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").split('"""')[1]
     return [line.strip() for line in re.split(r"[Pp]rints\n", words)[1].splitlines() if line.strip()]
 
 

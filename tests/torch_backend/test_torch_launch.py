@@ -50,7 +50,7 @@ def run(command: list[str], folder: Path, seconds: float = 90, **extra: str) -> 
 
 def script(folder: Path, body: str) -> str:
     path = folder / "script.py"
-    path.write_text(textwrap.dedent(body))
+    path.write_text(textwrap.dedent(body), encoding="utf-8")
     return str(path)
 
 
