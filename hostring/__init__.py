@@ -6,7 +6,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from hostring import torch_hook
+from hostring import platforms, torch_hook
 
 if TYPE_CHECKING:
     from hostring.arrays.adapter import Adapter
@@ -94,7 +94,9 @@ def init(
     Raises:
         ValueError: names that are unknown or don't go together; nothing was opened.
         RendezvousError, HandshakeError: the ranks did not find each other, or don't agree. The message names who.
+        RuntimeError: this is neither Linux nor macOS.
     """
+    platforms.check_system()
     from hostring.comm import Comm
     from hostring.group.config import from_environment
     from hostring.group.contract import contract, neighbours
@@ -113,4 +115,5 @@ def init(
     return Comm(open_session(group, config.topology, config.order, config.wire, config.timeout))
 
 
+platforms.check_links()
 torch_hook.arrange()

@@ -1,7 +1,7 @@
 """Ranks that misbehave at a given byte: what a faulty process, network or stranger does to the links of a group.
 
-Faults strike by position, not by time, so a slow machine changes nothing. A rank that is to misbehave gets its data links
-wrapped (`FaultyLink`), says its hello inside `bad_hello`, and begins with `misbehave_at_store` in the rendezvous.
+Faults strike by position, not by time, so a slow machine changes nothing. The data links of a faulty rank are wrapped
+(`FaultyLink`), it says its hello inside `bad_hello`, and begins with `misbehave_at_store` in the rendezvous.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hostring.group.connecting import Connecting
 from hostring.group.contract import contract, neighbours
 from hostring.group.group import connect
 from hostring.store import streams
-from hostring.store.client import MESSAGE_LIMIT, TcpStore
+from hostring.store.client import MAX_MESSAGE_BYTES, TcpStore
 from hostring.store.protocol import PREFIX, framed, pack
 from hostring.transports.link import Link
 from hostring.tuning.agreement import open_session
@@ -168,8 +168,8 @@ class FaultyLink:
 
 
 def join(
-    rank: int, world_size: int, topology: str, timeout: float, store: Any, fault: Fault | None = None, hosts_spec: str | None = None,
-    transport: str = "tcp",
+    rank: int, world_size: int, topology: str, timeout: float, store: Any, fault: Fault | None = None,
+    hosts_spec: str | None = None, transport: str = "tcp",
 ) -> Comm:  # fmt: skip
     """`hostring.init` over TCP, with the links of a faulty rank wrapped."""
     order = "tree" if topology == "tree" else "rank"
@@ -298,7 +298,7 @@ def misbehave_at_store(store: TcpStore, fault: Fault, until: threading.Event) ->
     elif fault.name in HARMLESS:
         connection.sock = _Sock(sock, fault)  # type: ignore[assignment]
     else:
-        request = framed(pack([99, "set", "key", bytes(100)], MESSAGE_LIMIT))
+        request = framed(pack([99, "set", "key", bytes(100)], MAX_MESSAGE_BYTES))
         if fault.name == "truncated":
             sock.sendall(request[:50])
         elif fault.name in ("junk", "oversized"):

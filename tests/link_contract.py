@@ -1,4 +1,4 @@
-"""What every link must do, whatever carries it. Each transport's tests call these `check_*` functions with a pair of ends.
+"""What every link must do, whatever carries it. Each transport's tests call these `check_*` functions with two ends.
 
 A pair is (left, right): left belongs to rank 3, so right.peer is 3; right belongs to rank 5.
 """

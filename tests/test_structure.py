@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 LINKED = {"transports": ROOT / "transports", "integrations": ROOT / "integrations"}
 
 LAYERS = (
-    ("errors", "torch_hook"),
+    ("errors", "torch_hook", "platforms"),
     ("arrays", "transports", "command_line"),
     ("topologies", "store"),
     ("group",),

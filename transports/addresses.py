@@ -12,7 +12,7 @@ from dataclasses import dataclass
 Address = tuple[str, int]
 """(host, port); an IPv6 host may end in "%scope".
 
-A host that starts with "/" is the path of a UNIX socket, one that starts with "@" the name of a UNIX socket without a file.
+A host that starts with "/" is the path of a UNIX socket; one that starts with "@" names a UNIX socket without a file.
 """
 
 _IFF_UP = 1
@@ -78,7 +78,7 @@ def numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is a loopback address, a name that always means one, or a UNIX socket that is seen where loopback is."""
+    """Whether `host` is a loopback address, a name that always means one, or a UNIX socket without a file."""
     if host.startswith("@"):
         return True
     address = numeric(host)
@@ -138,8 +138,9 @@ def choose(spec: str, there: Sequence[Interface]) -> list[Interface]:
 
     Args:
         spec: items separated by commas. An item is an interface's name ("eth1"), the beginning of names when no
-            interface has exactly that name ("en"), or a network ("10.1.0.0/16", "fd00::/8"). `^` before an item excludes
-            what it matches, and applies to that item only. Without an item to include, all but the excluded remain.
+            interface has exactly that name ("en"), or a network ("10.1.0.0/16", "fd00::/8"). `^` before an item
+            excludes what it matches, and applies to that item only. Without an item to include, all but the excluded
+            remain.
         there: the host's.
 
     Raises:

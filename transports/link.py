@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 Buffer: TypeAlias = Any
-"""Contiguous memory: bytes, bytearray, memoryview, or a numpy array, which typing can't call a buffer before Python 3.12."""
+"""Contiguous memory: bytes, bytearray, memoryview or numpy array. Before Python 3.12 typing has no name for it."""
 
 
 LinkKey = tuple[int, str]

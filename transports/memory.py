@@ -19,7 +19,7 @@ CAPACITY_BYTES = 1 << 20
 
 
 class _Stream:
-    """One direction. Only the writer changes `written` and `ended`, only the reader changes `read`: no lock is needed."""
+    """One direction. Only the writer changes `written` and `ended`, only the reader `read`: no lock is needed."""
 
     __slots__ = (
         "broken",
@@ -174,7 +174,7 @@ _left: dict[tuple[Hashable, int, int], MemoryLink] = {}
 
 
 def meet(key: Hashable, rank: int, peer: int, capacity: int = CAPACITY_BYTES) -> MemoryLink:
-    """The end for `rank` of its pair with `peer` under `key`. The first of the two makes the pair and leaves the other end."""
+    """The end for `rank` of its pair with `peer` under `key`. The first makes the pair and leaves the other end."""
     with _changed:
         mine = _left.pop((key, rank, peer), None)
         if mine is None:
@@ -184,7 +184,7 @@ def meet(key: Hashable, rank: int, peer: int, capacity: int = CAPACITY_BYTES) ->
 
 
 def unclaimed(key: Hashable, rank: int, seconds: float) -> set[int]:
-    """Wait until all peers have taken the ends that `rank` left under `key`. Returns those that did not, within `seconds`."""
+    """Wait until all peers have taken the ends that `rank` left under `key`. Returns those that are late."""
 
     def late() -> set[int]:
         return {k[1] for k in _left if k[0] == key and k[2] == rank}

@@ -1,9 +1,9 @@
 """The order in which two processes see each other's stores, and whether this machine keeps it as a shared ring needs.
 
 The writer stores bytes, then the word that says how far it has written; the reader loads that word, then the bytes.
-x86-64 keeps both in program order, an aligned 8-byte access is one access, and what C libraries copy with is fenced at its
-end. 64-bit ARM may reorder, so a barrier stands between. Whether the other end sleeps is asked after the word is stored:
-a store followed by a load needs a barrier on every machine.
+x86-64 keeps both in program order, an aligned 8-byte access is one access, and what C libraries copy with is fenced at
+its end. 64-bit ARM may reorder, so a barrier stands between. Whether the other end sleeps is asked after the word is
+stored: a store followed by a load needs a barrier on every machine.
 
 Python has no barrier of its own, but releasing a lock and taking it again is one: on x86-64 because of its locked
 instructions, on ARM because nothing passes a release and the acquire that follows it.

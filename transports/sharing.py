@@ -1,4 +1,4 @@
-"""How two ranks come to share memory: a mapping is passed over their UNIX socket, and proved to be the same on both sides.
+"""How two ranks come to share memory: a mapping is passed over their UNIX socket, and both prove that they see it.
 
 Three messages on the fresh socket, D being the rank that dialled:
 

@@ -1,7 +1,7 @@
 """Links through memory that two processes of one host share: a ring of bytes per direction, with a socket as doorbell.
 
-The two ends do all copying; the kernel is asked only if one of them sleeps. `mapping` has the layout, `memory_order` the
-reasons for the barriers.
+The two ends do all copying; the kernel is asked only if one of them sleeps. `mapping` has the layout, `memory_order`
+the reasons for the barriers.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class ShmLink:
             self.close()
 
     def _put(self, view: memoryview, at: int, most: int) -> int:
-        """Copy what there is room for, at most until `most` bytes were ever written, piece by piece. Returns how many were."""
+        """Copy what fits, piece by piece, at most until `most` bytes were ever written. Returns how many were."""
         done, nbytes = 0, view.nbytes
         while done < nbytes:
             self._limit = self._words[self._out + READ] + self._capacity
@@ -214,7 +214,7 @@ class ShmLink:
             self._ring()
 
     def _take(self, view: memoryview, got: int, nbytes: int) -> int:
-        """Copy `nbytes` that are there to the front of `view`, piece by piece. Returns how many bytes were ever read."""
+        """Copy `nbytes` that are there into `view`, piece by piece. Returns how many bytes were ever read."""
         done = 0
         while done < nbytes:
             start = got & self._mask
@@ -228,7 +228,7 @@ class ShmLink:
         return got
 
     def _tell_read(self, got: int) -> None:
-        """Give room to the writer. That is not worth while for every few bytes: a quarter of the ring may stay unsaid."""
+        """Tell the writer what was read. Not for every few bytes: it may be a quarter of the ring behind."""
         if _WEAK:
             self._barrier_in()
         words, start = self._words, self._in

@@ -92,7 +92,7 @@ class SocketLink:
         return (select.POLLIN if recv else 0) | (select.POLLOUT if send else 0)
 
     def close(self) -> None:
-        """See `Link.close`. Unread input is thrown away first: with it, close() would reset the stream and lose our output."""
+        """See `Link.close`. Unread input is thrown away first: it would make close() reset the stream."""
         if self._sock.fileno() < 0:
             return
         with contextlib.suppress(OSError):
@@ -171,7 +171,7 @@ def clamp(buffers: Sequence[Buffer], exc: OSError) -> list[memoryview] | None:
 
 
 def unacknowledged(sock: socket.socket) -> int:
-    """Bytes that may still get lost. 0 if the system can't tell, and for UNIX sockets: their bytes reach the peer at once."""
+    """Bytes that may still get lost. 0 if the system can't tell, and for UNIX sockets, which deliver at once."""
     if sys.platform != "linux" or sock.family == socket.AF_UNIX:
         return 0
     import array
@@ -188,9 +188,9 @@ def unacknowledged(sock: socket.socket) -> int:
 def tune(sock: socket.socket) -> None:
     """Send small frames at once, and let the kernel find out within half a minute that an idle peer's host is gone.
 
-    TCP_USER_TIMEOUT isn't set: Linux applies it to a closed receive window too, so it kills the link to a live peer that
-    is only late to read (measured: 2.5 s after a setting of 2 s), and it makes keepalive wait as long. Keepalive does not
-    run while our bytes are unacknowledged; then the deadline of the operation decides.
+    TCP_USER_TIMEOUT isn't set: Linux applies it to a closed receive window too, so it kills the link to a live peer
+    that is only late to read (measured: 2.5 s after a setting of 2 s), and it makes keepalive wait as long. Keepalive
+    does not run while our bytes are unacknowledged; then the deadline of the operation decides.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -206,8 +206,8 @@ HOST_ANSWER_S = 20.0  # without an answer from the kernel at the other end of a 
 def watch(sock: socket.socket) -> None:
     """Notice a dead host even while something of ours is unacknowledged. For links that carry a few bytes now and then.
 
-    TCP_USER_TIMEOUT does no harm there, unlike in `tune`: so little always fits the window, and the kernel of a live host
-    acknowledges it whatever its process does.
+    TCP_USER_TIMEOUT does no harm there, unlike in `tune`: so little always fits the window, and the kernel of a live
+    host acknowledges it whatever its process does.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         with contextlib.suppress(OSError):

@@ -33,10 +33,10 @@ _VALID_FROM, _VALID_TO = datetime.datetime(2020, 1, 1), datetime.datetime(2100, 
 
 
 class TlsLink(SocketLink):
-    """A link over an encrypted socket. One thread may send while another receives: a lock lets one of them in at a time.
+    """A link over an encrypted socket. One thread may send while another receives: a lock lets one in at a time.
 
-    A record that the socket has no room for must be given to TLS again unchanged. It is kept here. It counts as taken once
-    it was sent and the caller has offered its bytes again, as every caller does with what was not taken.
+    A record that the socket has no room for must be given to TLS again unchanged. It is kept here. It counts as taken
+    once it was sent and the caller has offered its bytes again, as every caller does with what was not taken.
     """
 
     __slots__ = ("_kept", "_lock", "_owed")
@@ -217,7 +217,7 @@ def unsupported() -> str:
 
 
 def make_links(met: Met) -> dict[LinkKey, TlsLink]:
-    """See `TransportModule`. In one order on all ranks: they talk to each other here, and would wait in a circle otherwise."""
+    """See `TransportModule`. In one order on all ranks: they talk here, and would wait in a circle otherwise."""
     wrapper = Wrapper(met.secret, met.rank)
     links = {}
     for peer, kind in sorted(met.sockets, key=lambda key: (min(key[0], met.rank), max(key[0], met.rank), key[1])):

@@ -127,7 +127,8 @@ def check() -> None:
                 typer.echo(f"rank {rank}  {cards[rank].decode(errors='replace')}")
             median = statistics.median(times) * 1e6
             typer.echo(
-                f"all {comm.world_size} ranks are connected; an all_reduce of 4 KB takes {median:.0f} us (median of 200)"
+                f"all {comm.world_size} ranks are connected; "
+                f"an all_reduce of 4 KB takes {median:.0f} us (median of 200)"
             )
 
 

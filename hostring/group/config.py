@@ -73,7 +73,7 @@ def from_environment(
     HOSTRING_INTERFACE have no argument.
 
     Raises:
-        ValueError: something is missing, ill-formed or contradictory; the message names the variable, or the file and key.
+        ValueError: something is missing, ill-formed or contradictory; names the variable, or the file and key.
     """
     common: dict[str, Any] = {
         "topology": _chosen(topology, environ, "HOSTRING_TOPOLOGY", "auto"),

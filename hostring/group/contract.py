@@ -1,4 +1,4 @@
-"""What the ranks of a group must agree on before the first byte, and which of them the topology links with each other."""
+"""What the ranks of a group must agree on before the first byte, and which of them the topology links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group of ranks: how they connect, what they have then, and the groups that are split off, rebuilt or rejoined from it."""
+"""A group of ranks: how they connect, what they have then, and how groups are split off, rebuilt and rejoined."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def connect(
         if config.world_size == 1:
             if exchange is not None:
                 exchange(b"")
-            return Group(0, 1, config.name, 0, os.urandom(32), peer_infos=[start.me], _config=config)
+            return Group(0, 1, config.name, 0, os.urandom(32), peer_infos=[start.me], config=config)
         peers = from_store(start, neighbours, exchange, hosts) if config.ring is None else from_ring(start, config.ring)
         links = make_links(start, peers)
         undo.pop_all()
@@ -63,7 +63,7 @@ def connect(
         peer_infos=peers.infos,
         store=peers.store,
         hosts=peers.hosts,
-        _config=config,
+        config=config,
         _leave=start.leave,
     )
     for (peer, kind), link in links.items():
@@ -83,7 +83,7 @@ def rejoin(config: Config, *, neighbours: Neighbours, contract: Mapping[str, Any
         undo.callback(leave)
         seat = Regrouping(store, config.name, config.rank, 1, lambda: 0, deadline, config.world_size).rejoin()
         group = _seated(config, store, seat, neighbours, contract, deadline)
-        group._leave.callback(undo.pop_all().close)
+        group.on_close(undo.pop_all().close)
         return group
 
 
@@ -97,7 +97,7 @@ def _seated(
     )
     left = max(deadline - time.monotonic(), MIN_LINKING_S)
     group = connect(replace(seated, timeout=left), neighbours=neighbours, contract=contract)
-    group.store, group.generation, group._config = store, seat.generation, seated
+    group.store, group.generation, group.config = store, seat.generation, seated
     return group
 
 
@@ -116,6 +116,7 @@ class Group:
         peer_infos: by rank; None for a rank that this one knows nothing of.
         store: shared with all ranks, where there is one.
         hosts: addresses of this host at which the others can reach it, best first.
+        config: how it was formed.
         generation: how often a rebuild was tried.
     """
 
@@ -131,14 +132,14 @@ class Group:
     store: Store | None = None
     hosts: list[str] = field(default_factory=list)
     generation: int = 0
-    _config: Config = field(default_factory=Config, repr=False)
+    config: Config = field(default_factory=Config, repr=False)
     _leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     _linked: bool = True
 
     @property
     def transport(self) -> str:
         """As `hostring.init` took it."""
-        return self._config.transport
+        return self.config.transport
 
     @property
     def links(self) -> list[Link]:
@@ -167,7 +168,7 @@ class Group:
         """
         full_name = f"{self.name}/{name}"
         config = replace(
-            self._config, rank=rank, world_size=world_size, name=full_name, secret=self.secret, store=None, ring=None
+            self.config, rank=rank, world_size=world_size, name=full_name, secret=self.secret, store=None, ring=None
         )
         return connect(config, neighbours=neighbours, contract=contract, exchange=exchange, hosts=self.hosts)
 
@@ -188,7 +189,7 @@ class Group:
         neighbours: Neighbours,
         contract: Mapping[str, Any],
     ) -> Group:
-        """Form the next generation of this group, of the survivors and of those who rejoin. This one's links are closed.
+        """Form the next generation of this group, of those who survived or rejoin. This one's links are closed.
 
         Args:
             survivors: how many other ranks of this group are known to be alive.
@@ -203,9 +204,13 @@ class Group:
         for link in self.links:
             link.close()
         self._linked = False
-        group = _seated(self._config, store, seat, neighbours, contract, deadline)
-        group._leave.callback(self._leave.pop_all().close)
+        group = _seated(self.config, store, seat, neighbours, contract, deadline)
+        group.on_close(self._leave.pop_all().close)
         return group
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called when this group is closed."""
+        self._leave.callback(callback)
 
     def abort(self) -> None:
         """End all links now. Descriptors are given up by `close`, which must still be called."""

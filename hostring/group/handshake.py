@@ -7,9 +7,9 @@ Four messages, each at most `MAX_HELLO_BYTES` bytes, with D the rank that dialle
     D -> A  HMAC-SHA256(secret, "dialer", both hellos)
     A -> D  HMAC-SHA256(secret, "acceptor", both hellos, D's)   (or a refusal)
 
-Each side's fresh nonce is in its hello, so nothing recorded can be replayed; the role and both ranks are under the HMAC,
-so nothing can be reflected. D proves itself first: a stranger that dials gets nothing to guess secrets with. What follows
-on the link is neither encrypted nor authenticated.
+Each side's fresh nonce is in its hello, so nothing recorded can be replayed; the role and both ranks are under the
+HMAC, so nothing can be reflected. D proves itself first, so a stranger that dials gets nothing to guess secrets with.
+What follows on the link is neither encrypted nor authenticated.
 
 The functions here are generators that yield bytes to send and are sent bytes that came; they touch no socket.
 """
@@ -123,7 +123,7 @@ def accept(
     Args:
         mine: gives this rank's hello for a kind of link.
         admit: says why a rank can't have that link, for example because it has it already; None when it can. Called
-            before the proof. Another link of the same rank may be finished first, so call it again before you keep this one.
+            before the proof. Another link of the same rank may be finished first: call it again before you keep this.
         secret: the group's.
         nonce: random when not given.
 

@@ -18,7 +18,7 @@ def usable_cores() -> list[int]:
 
 
 def cpu_quota() -> float | None:
-    """CPUs' worth of time that the control groups above this process allow; None without a limit or without such groups."""
+    """CPUs' worth of time that the control groups above this process allow; None without a limit."""
     limits = []
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]

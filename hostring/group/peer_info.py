@@ -105,7 +105,7 @@ class Entry:
         """What rank `rank` published.
 
         Raises:
-            HandshakeError: this version of hostring writes nothing like it, or it counts the ranks otherwise than `mine`.
+            HandshakeError: this version of hostring writes nothing like it, or its world size is not that of `mine`.
         """
         try:
             packed = unpack(data)

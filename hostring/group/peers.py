@@ -1,4 +1,4 @@
-"""What a rank knows of the others before it has links with them: read from a store, or from a static ring's configuration."""
+"""What a rank knows of the others before it has links with them: from a store, or from a static ring's file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Peers:
 
 
 def from_store(start: Start, neighbours: Neighbours, given: Exchange | None, hosts: Sequence[str] | None) -> Peers:
-    """All ranks learn the addresses of all; the higher rank of each pair dials. `given` takes the place of the store."""
+    """All ranks learn the addresses of all; the higher rank of each pair dials. `given` replaces the store."""
     store = _open_store(start) if given is None else None
     hosts = list(hosts or _hosts(start, store))
     trouble: Exception | None = None

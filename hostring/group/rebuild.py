@@ -3,11 +3,11 @@
 The rule for ranks: processes are ordered by the rank they held or ask for, then by arrival, and numbered from 0 without
 gaps. So survivors keep their order, and a process that rejoins as rank k takes the place of rank k.
 
-A generation is one attempt. Every process that wants to be in it registers under the next free number and then sends signs
-of life. The first survivor to register leads: it waits until enough processes are there, and writes the list of them. If
-the leader falls silent, the generation is given up for the next one. If a process dies after the list was written, the
-links of that generation fail, and the others try a later one. If every rank of the group asks to rejoin, no survivor can
-open a generation; then the process that asks for rank 0 opens it.
+A generation is one attempt. Every process that wants to be in it registers under the next free number and then sends
+signs of life. The first survivor to register leads: it waits until enough processes are there, and writes the list of
+them. If the leader falls silent, the generation is given up for the next one. If a process dies after the list was
+written, the links of that generation fail, and the others try a later one. If every rank of the group asks to rejoin,
+no survivor can open a generation; then the process that asks for rank 0 opens it.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Regrouping:
         min_ranks: how many must be there. Every survivor should name the same number.
         survivors: how many other ranks of the old group are known to be alive, called again and again; None if unknown.
         deadline: monotonic time.
-        expected: how many ranks the old group had. If it is unknown who survived, no more than these are waited for, and
-            if all of them rejoin, nobody survived.
+        expected: how many ranks the old group had. If it is unknown who survived, no more than these are waited for.
+            If all of them rejoin, nobody survived.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Regrouping:
         """Take part as a survivor of the generation before `generation`, in that one or a later one.
 
         Raises:
-            RendezvousError: too few ranks came in time, or the group was formed without this rank. The message says which.
+            RendezvousError: too few ranks came in time, or the group was formed without this rank.
         """
         while True:
             try:

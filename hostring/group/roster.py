@@ -1,4 +1,4 @@
-"""What follows from having read the entries of all ranks: that they fit together, the group's secret, who to dial where."""
+"""What follows from the entries of all ranks: whether they fit together, the group's secret, who to dial where."""
 
 from __future__ import annotations
 

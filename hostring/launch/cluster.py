@@ -171,7 +171,8 @@ def join(token: Token, name: str, *, rejoins: bool = False, timeout: float = 10.
     """
     if not rejoins and time.time() > token.expires:
         raise HandshakeError(
-            f"this token expired {time.time() - token.expires:.0f} s ago; ask for a new one (or set this machine's clock)"
+            f"this token expired {time.time() - token.expires:.0f} s ago; "
+            f"ask for a new one (or set this machine's clock)"
         )
     failures: list[str] = []
     for host, port in token.addresses:

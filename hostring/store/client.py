@@ -14,16 +14,13 @@ from hostring.errors import RendezvousError
 from hostring.store.protocol import PREFIX, checked_nbytes, framed, pack, prove, proves, typed, unpack
 from hostring.transports.addresses import Address, join_address, own_host
 
-MESSAGE_LIMIT = 1 << 20
-"""Bytes of one store message, and so of one value."""
+MAX_MESSAGE_BYTES = 1 << 20  # of one store message, and so of one value
 
-WAIT_SLICE = 10.0
-"""Seconds that the server may hold one `get`. The client asks again, so that neither end waits for a dead one for long."""
+GET_WAIT_S = 10.0
+"""How long the server may hold one `get`. The client then asks again, so that neither end waits long for a dead one."""
 
-ANSWER_LIMIT = 15.0
-"""Seconds after which a server that owes an answer counts as gone, while there is time until the deadline; else `BRIEFLY`."""
-
-BRIEFLY = 2.0
+ANSWER_S = 15.0  # after which a server that owes an answer counts as gone, while there is time until the deadline
+LATE_ANSWER_S = 2.0  # the same once the deadline has passed
 
 Locate = Callable[[], tuple[Sequence[Address], bytes]]
 """Where a store is and the secret that it wants, as far as known by now. Raises LookupError while that isn't known."""
@@ -64,10 +61,10 @@ class _Connection:
         return answer
 
     def _send(self, value: Any) -> None:
-        self.sock.sendall(framed(pack(value, MESSAGE_LIMIT)))
+        self.sock.sendall(framed(pack(value, MAX_MESSAGE_BYTES)))
 
     def _recv(self) -> bytes:
-        return self._read(checked_nbytes(self._read(PREFIX.size), MESSAGE_LIMIT))
+        return self._read(checked_nbytes(self._read(PREFIX.size), MAX_MESSAGE_BYTES))
 
     def _read(self, nbytes: int) -> bytes:
         data = bytearray()
@@ -82,8 +79,8 @@ class _Connection:
 class TcpStore:
     """Client of a `StoreServer`. Connects when first used, and again when a connection breaks.
 
-    A request that a broken connection left unanswered is repeated under the same number, which the server does not carry
-    out twice. Should another server answer by then, what was stored is lost, and the request raises ConnectionError.
+    A request that a broken connection left unanswered is repeated under the same number, and the server does not carry
+    it out twice. If another server answers by then, what was stored is lost, and the request raises ConnectionError.
     """
 
     def __init__(self, locate: Locate, *, deadline: float = 0.0, waiting: Callable[[str], None] | None = None) -> None:
@@ -128,7 +125,7 @@ class TcpStore:
         until = time.monotonic() + timeout
         while True:
             left = until - time.monotonic()
-            found, value = self._request("get", key, max(0.0, min(left, WAIT_SLICE)))
+            found, value = self._request("get", key, max(0.0, min(left, GET_WAIT_S)))
             if found:
                 return bytes(value)
             if time.monotonic() >= until:
@@ -157,7 +154,7 @@ class TcpStore:
     def _request(self, op: str, *args: Any) -> Any:
         with self._lock:
             number = next(self._numbers)
-        request = framed(pack([number, op, *args], MESSAGE_LIMIT))
+        request = framed(pack([number, op, *args], MAX_MESSAGE_BYTES))
         wait = float(args[-1]) if op == "get" else 0.0
         while True:
             connection = self._connection()
@@ -243,4 +240,4 @@ class TcpStore:
     def _patience(self) -> float:
         """Seconds that one answer may take."""
         left = self.deadline - time.monotonic()
-        return min(ANSWER_LIMIT, max(0.2, left)) if left > 0 else BRIEFLY
+        return min(ANSWER_S, max(0.2, left)) if left > 0 else LATE_ANSWER_S

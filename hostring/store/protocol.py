@@ -98,7 +98,7 @@ def checked_nbytes(prefix: bytes, limit: int) -> int:
 def prove(secret: bytes, role: str, *transcript: bytes) -> bytes:
     """A proof that the holder of `secret` has seen `transcript` and speaks in `role`.
 
-    Every part goes in with its length, and the role is in the proof, so that nothing recorded or reflected fits elsewhere.
+    Every part goes in with its length, and the role too, so that nothing recorded or reflected fits elsewhere.
     """
     mac = hmac.new(secret, digestmod=hashlib.sha256)
     for part in (b"hostring", role.encode(), *transcript):

@@ -14,24 +14,20 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from hostring.store.client import MESSAGE_LIMIT, WAIT_SLICE
+from hostring.store.client import GET_WAIT_S, MAX_MESSAGE_BYTES
 from hostring.store.protocol import pack, prove, proves, typed, unpack
 from hostring.store.streams import accept_all, end, receive, send
 
 log = logging.getLogger("hostring")
 
-HELLO_LIMIT = 256
-"""Bytes of a message from someone who has not shown yet that it knows the secret."""
-
-HELLO_SECONDS = 5.0
-STRANGERS_LIMIT = 64
-CONNECTIONS_LIMIT = 8192
-KEYS_LIMIT = 100_000
-MEMORY_LIMIT = 1 << 28
-"""Bytes of all values together."""
-
-CLIENTS_REMEMBERED = 4096
-ANSWERS_REMEMBERED = 16
+HELLO_S = 5.0  # for a client to prove that it knows the secret
+MAX_HELLO_BYTES = 256  # of a message before that
+MAX_STRANGERS = 64  # connections before that
+MAX_CONNECTIONS = 8192
+MAX_KEYS = 100_000
+MAX_VALUES_BYTES = 1 << 28  # of all values together
+MAX_CLIENTS_REMEMBERED = 4096
+MAX_ANSWERS_REMEMBERED = 16  # of each client
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -97,8 +93,8 @@ class StoreServer:
         self._clients.add(task)
         task.add_done_callback(functools.partial(self._gone, sock))
         self._strangers[task] = None
-        if len(self._strangers) > STRANGERS_LIMIT or len(self._clients) > CONNECTIONS_LIMIT:
-            self._strangers.popitem(last=False)[0].cancel()  # the one that has kept silent longest makes room
+        if len(self._strangers) > MAX_STRANGERS or len(self._clients) > MAX_CONNECTIONS:
+            self._strangers.popitem(last=False)[0].cancel()  # the one that has kept silent longest
 
     def _gone(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
         self._clients.discard(task)
@@ -108,9 +104,8 @@ class StoreServer:
             log.debug("hostring: the store lost a client: %s", exc)
 
     async def _client(self, sock: socket.socket, who: str) -> None:
-        with contextlib.suppress(
-            OSError, EOFError, ValueError
-        ):  # the client is gone or talks nonsense: it can't expect an answer
+        # a client that is gone or talks nonsense gets no answer
+        with contextlib.suppress(OSError, EOFError, ValueError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client = await self._welcome(sock, who)
             while client is not None and not self._stop.is_set():
@@ -118,37 +113,37 @@ class StoreServer:
 
     async def _welcome(self, sock: socket.socket, who: str) -> bytes | None:
         """Challenge whoever connects. Returns the client's id, or None for a stranger."""
-        greeting = pack({"hostring": "store 1", "server": self.id, "nonce": os.urandom(16)}, HELLO_LIMIT)
+        greeting = pack({"hostring": "store 1", "server": self.id, "nonce": os.urandom(16)}, MAX_HELLO_BYTES)
         await send(sock, greeting)
         try:
-            hello = unpack(await asyncio.wait_for(receive(sock, HELLO_LIMIT), HELLO_SECONDS))
+            hello = unpack(await asyncio.wait_for(receive(sock, MAX_HELLO_BYTES), HELLO_S))
             client, nonce, proof = typed(hello, 0, bytes), typed(hello, 1, bytes), typed(hello, 2, bytes)
         except (ValueError, EOFError, asyncio.TimeoutError) as exc:
             log.info("hostring: the store dropped a stranger at %s: %s", who, exc or "silence")
             return None
         if not proves(proof, self._secret, "store client", greeting, client, nonce):
             log.warning("hostring: the store refused %s: it does not know the secret", who)
-            await send(sock, pack([False, "the secrets differ (HOSTRING_SECRET)"], HELLO_LIMIT))
+            await send(sock, pack([False, "the secrets differ (HOSTRING_SECRET)"], MAX_HELLO_BYTES))
             return None
         task = asyncio.current_task()
         assert task is not None
         self._strangers.pop(task, None)
-        await send(sock, pack([True, prove(self._secret, "store server", greeting, client, nonce)], HELLO_LIMIT))
+        await send(sock, pack([True, prove(self._secret, "store server", greeting, client, nonce)], MAX_HELLO_BYTES))
         return client
 
     async def _answer(self, client: bytes, sock: socket.socket) -> None:
-        request = unpack(await receive(sock, MESSAGE_LIMIT))
+        request = unpack(await receive(sock, MAX_MESSAGE_BYTES))
         number, op = typed(request, 0, int), typed(request, 1, str)
         given = self._answers.setdefault(client, OrderedDict())
         self._answers.move_to_end(client)
         outcome = given.get(number) or await self._outcome(number, op, request[2:])
         if op != "get":  # repeating a get does no harm, and remembering its value would cost memory
             given[number] = outcome
-        while len(given) > ANSWERS_REMEMBERED:
+        while len(given) > MAX_ANSWERS_REMEMBERED:
             given.popitem(last=False)
-        while len(self._answers) > CLIENTS_REMEMBERED:
+        while len(self._answers) > MAX_CLIENTS_REMEMBERED:
             self._answers.popitem(last=False)
-        await send(sock, pack(outcome, MESSAGE_LIMIT + 64))
+        await send(sock, pack(outcome, MAX_MESSAGE_BYTES + 64))
 
     async def _outcome(self, number: int, op: str, args: list[Any]) -> list[Any]:
         try:
@@ -189,7 +184,7 @@ class StoreServer:
             waiters = self._waiters.setdefault(key, [])
             waiters.append(waiter)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(waiter, min(float(seconds), WAIT_SLICE))
+                await asyncio.wait_for(waiter, min(float(seconds), GET_WAIT_S))
             if waiter in waiters:
                 waiters.remove(waiter)
             if not waiters and self._waiters.get(key) is waiters:
@@ -199,7 +194,7 @@ class StoreServer:
     def _room_for(self, key: Any, nbytes: int) -> None:
         if not isinstance(key, str) or len(key) > 1024:
             raise ValueError("a key must be a string of at most 1024 characters")
-        if len(self._values) + len(self._counters) >= KEYS_LIMIT:
-            raise ValueError(f"the store is full ({KEYS_LIMIT} keys)")
-        if self._nbytes + nbytes > MEMORY_LIMIT:
-            raise ValueError(f"the store is full ({MEMORY_LIMIT} bytes)")
+        if len(self._values) + len(self._counters) >= MAX_KEYS:
+            raise ValueError(f"the store is full ({MAX_KEYS} keys)")
+        if self._nbytes + nbytes > MAX_VALUES_BYTES:
+            raise ValueError(f"the store is full ({MAX_VALUES_BYTES} bytes)")

@@ -9,6 +9,8 @@ from typing import Any
 
 from hostring.store.protocol import PREFIX, checked_nbytes, framed
 
+MAX_PIECE_BYTES = 1 << 16  # of a message that are read at once
+
 
 async def send(sock: socket.socket, data: bytes) -> None:
     """Send `data` with its length in front."""
@@ -29,9 +31,8 @@ async def _exactly(sock: socket.socket, nbytes: int) -> bytes:
     loop = asyncio.get_running_loop()
     data = bytearray()
     while len(data) < nbytes:
-        more = await loop.sock_recv(
-            sock, min(nbytes - len(data), 1 << 16)
-        )  # memory grows with what came, not with what was announced
+        # memory grows with what came, not with what was announced
+        more = await loop.sock_recv(sock, min(nbytes - len(data), MAX_PIECE_BYTES))
         if not more:
             raise EOFError("closed in the middle of a message" if data else "closed")
         data += more
@@ -56,11 +57,11 @@ def accept_all(listener: socket.socket, welcome: Callable[[socket.socket, str], 
                 welcome(sock, str(who or "this host"))
         except BlockingIOError:
             pass
-        except OSError:  # out of descriptors, or the caller was gone before we came: neither lasts
+        except OSError:  # out of descriptors, or the caller hung up already: neither lasts
             loop.remove_reader(listener.fileno())
-            loop.call_later(0.1, again)
+            loop.call_later(0.1, start)
 
-    def again() -> None:
+    def start() -> None:
         if listener.fileno() >= 0 and not ended:
             loop.add_reader(listener.fileno(), look)
 
@@ -69,12 +70,12 @@ def accept_all(listener: socket.socket, welcome: Callable[[socket.socket, str], 
         loop.remove_reader(listener.fileno())
 
     ended: list[bool] = []
-    again()
+    start()
     return end
 
 
 async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel `tasks` until all have ended. Once is not enough: wait_for swallows a cancellation that comes with its result."""
+    """Cancel `tasks` until all have ended: wait_for swallows a cancellation that comes together with its result."""
     tasks = list(tasks)
     left = {task for task in tasks if not task.done()}
     while left:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 class OpenStart:
-    """Three ranks start; rank 2 has published itself but makes no links before `finish`, so that ranks 0 and 1 keep listening."""
+    """Three ranks start. Rank 2 has published itself but makes no links before `finish`: 0 and 1 keep listening."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
         self.release = threading.Event()

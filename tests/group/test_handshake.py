@@ -224,7 +224,7 @@ def test_a_duplicate_is_refused_before_the_proof() -> None:
 
 
 def test_of_two_links_that_prove_themselves_at_once_one_is_kept() -> None:
-    """A slow peer dials a second address of ours beside the first; had we kept both in turn, it could use the one we closed."""
+    """A slow peer dials a second address of ours beside the first. If we kept both, it might use the one we closed."""
 
     async def both() -> None:
         greeted = Greeted(hello(0), SECRET, {(1, "data")})

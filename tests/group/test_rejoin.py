@@ -1,4 +1,4 @@
-"""Processes that are killed, started again, and take their place in the rebuilt group: every rank, with either kind of store."""
+"""Processes are killed, started again, and take their place in the rebuilt group: every rank, with either store."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ while os.environ.get("HOSTRING_REJOIN") != "1":
     except hostring.HostringError as exc:
         say(lost=exc.rank)
         old, comm = comm, comm.rebuild(min_ranks=3, timeout=40)
-        say(again=comm.rank, world_size=comm.world_size, right=right(comm), other_epoch=comm.session.group.epoch != old.session.group.epoch)
+        other = comm.session.group.epoch != old.session.group.epoch
+        say(again=comm.rank, world_size=comm.world_size, right=right(comm), other_epoch=other)
         break
 comm.barrier()
 comm.close()

@@ -151,7 +151,7 @@ def echo(request: pytest.FixtureRequest) -> Iterator[Echo]:
 
 @pytest.mark.parametrize("echo", [PAGE, 1 << 16], indirect=True)
 def test_every_byte_arrives_in_order_in_another_process(echo: Echo) -> None:
-    """Wakes the other side thousands of times, with rings that are often full and often empty: a lost bell or a byte read early shows."""
+    """Wakes the other side thousands of times, with rings often full and often empty: a lost bell shows."""
     data = noise(3_000_000)
     out, got = memoryview(data), bytearray(len(data))
     into = memoryview(got)

@@ -1,4 +1,4 @@
-"""Groups whose ranks share memory: by themselves within a host, never when TCP was asked for, and with the same bits."""
+"""Groups whose ranks share memory: by default within a host, never with transport="tcp", and with the same bits."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from hostring.transports.tcp import listen_at
 
 
 def test_twenty_groups_one_after_the_other_on_one_port() -> None:
-    """Rank 0 opens and closes the store each time; the others are now faster, now slower, and find the old one still there."""
+    """Rank 0 opens and closes the store each time; others are faster or slower, and may find the old one there."""
     port = free_port()
 
     def rank(r: int) -> list[list[bytes]]:

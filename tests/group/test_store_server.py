@@ -166,20 +166,20 @@ def test_strangers_get_nowhere_and_hold_up_nobody(server: StoreServer) -> None:
 
 def test_silent_strangers_make_room_for_each_other(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     silent = [
-        socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(store_server.STRANGERS_LIMIT * 2)
+        socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(store_server.MAX_STRANGERS * 2)
     ]
     store = client(server)
     started = time.monotonic()
     store.set("a", b"b")
     assert time.monotonic() - started < 2.0
-    assert len(server._strangers) <= store_server.STRANGERS_LIMIT
+    assert len(server._strangers) <= store_server.MAX_STRANGERS
     for sock in silent:
         sock.close()
     store.close()
 
 
 def test_a_silent_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch, server: StoreServer) -> None:
-    monkeypatch.setattr(store_server, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(store_server, "HELLO_S", 0.2)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         while sock.recv(1000):
             pass
@@ -215,8 +215,8 @@ def test_a_replayed_store_hello_is_refused(server: StoreServer) -> None:
 
 
 def test_what_is_too_much_is_refused_and_the_rest_goes_on(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_server, "KEYS_LIMIT", 3)
-    monkeypatch.setattr(store_server, "MEMORY_LIMIT", 100)
+    monkeypatch.setattr(store_server, "MAX_KEYS", 3)
+    monkeypatch.setattr(store_server, "MAX_VALUES_BYTES", 100)
     store = client(server)
     with pytest.raises(ValueError, match="over the limit"):
         store.set("a", bytes(1 << 20))

@@ -1,4 +1,4 @@
-"""Fifty strangers at once, at the store and at every rank's door, before the ranks themselves come: nobody gets in, nobody waits."""
+"""Fifty strangers dial the store and every rank at once, before the ranks do: none gets in, no rank waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encrypted links keep the link contract and the bits, show nothing on the wire, and admit only holders of the secret."""
+"""Encrypted links keep the link contract and the bits, hide what they carry, and admit only holders of the secret."""
 
 from __future__ import annotations
 
