@@ -46,7 +46,7 @@ _HOMES = {"Comm": "comm", "Adapter": "arrays.adapter", "register_adapter": "arra
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what is asked for: `import torch` loads this package for the sake of one entry point, and must not pay for the rest."""
+    """Load a public name when it is first used: `import torch` loads this package for one entry point alone."""
     if name not in __all__:
         raise AttributeError(f"module 'hostring' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"hostring.{_HOMES.get(name, 'errors')}"), name)
@@ -78,14 +78,14 @@ def init(
     Args:
         rank: this process's index, 0 … world_size - 1.
         world_size: number of ranks.
-        topology: auto, mesh, ring, star or tree, or rules such as "all_reduce:mesh/two_shot;broadcast:star" (docs/topologies.md).
-            Never changes a bit of a result; "auto" picks by size.
+        topology: auto, mesh, ring, star or tree, or rules such as "all_reduce:mesh/two_shot;broadcast:star", see
+            docs/topologies.md. It never changes a bit of a result; "auto" chooses by size.
         order: rank, ring or tree, the declared fold order, part of the group's contract.
-        wire: float32 (the default), bfloat16 or mxint8: what float32 arrays contribute to reductions is rounded to that, so that
-            contributions travel in a half or (blocks of 32 that share a power of two) a quarter of the bytes; it is folded in
-            float32 all the same. Part of the group's contract.
-        transport: auto (shared memory within a host, TCP between hosts), tcp, unix, shm, or memory for ranks that are threads of one
-            process.
+        wire: float32 (the default), bfloat16 or mxint8. What float32 arrays contribute to reductions is rounded to that
+            and travels in a half or (mxint8: blocks of 32 that share a power of two) a quarter of the bytes. It is
+            still folded in float32. Part of the group's contract.
+        transport: auto (shared memory within a host, TCP between hosts), tcp, unix, shm, or memory for ranks that are
+            threads of one process.
         timeout: seconds for start-up, and for each operation unless it says otherwise. 120 by default.
         rejoin: come back into a group whose survivors call `rebuild`, as the process that is to be rank `rank`.
             By default when `HOSTRING_REJOIN=1`.

@@ -289,7 +289,7 @@ class Comm:
             self.abort(f"{type(exc).__name__}: {exc}")
 
     def expected_payload(self, collective: str, n_elements: int, dtype: Any = "float32", root: int = 0) -> int:
-        """Payload bytes that this rank sends in one call by its schedule, when all ranks bring one dtype, and op isn't avg.
+        """Payload bytes that this rank sends in one call, when all ranks bring one dtype and op isn't avg.
 
         Args:
             n_elements: of the buffer of all_reduce, reduce, reduce_scatter, broadcast and all_to_all, divided evenly;

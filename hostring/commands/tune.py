@@ -1,4 +1,4 @@
-"""`hostring tune`: measure a group's links, try its schedules, and keep what was found for later groups on these hosts."""
+"""`hostring tune`: measures a group's links, tries its schedules, and keeps the result for later groups on these hosts."""
 
 from __future__ import annotations
 

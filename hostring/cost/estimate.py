@@ -12,11 +12,8 @@ from hostring.topologies import TOPOLOGIES, collectives
 from hostring.topologies.routes import Place
 from hostring.topologies.schedule import Schedule
 
-SIMULATED_RANKS: Final = 8  # beyond, schedules take longer to build than they say more than the formulas
-_PIECES: Final = (
-    8,
-    16,
-)  # of a long pipeline, this much is run; each further piece costs what those between these two did
+MAX_SIMULATED_RANKS: Final = 8  # for more, building the schedules takes long, and the formulas are as good
+_PIECES: Final = 8, 16  # of a long pipeline, so many are run; each further piece costs what those in between did
 
 
 def all_reduce(
@@ -31,7 +28,7 @@ def all_reduce(
 ) -> Price:
     """The price of an all-reduce of `nbytes` as `itemsize`-byte elements."""
     n = network.world_size
-    if n > SIMULATED_RANKS:
+    if n > MAX_SIMULATED_RANKS:
         return formulas.all_reduce(variant, network, nbytes, segment_nbytes)
     t = TOPOLOGIES[topology]
     segment = max(1, segment_nbytes // itemsize)
@@ -49,7 +46,8 @@ def movement(
     """The price of another collective.
 
     Args:
-        nbytes: of the buffer of reduce, broadcast, reduce_scatter, scatter, all_to_all; of one rank's share of all_gather, gather.
+        nbytes: of the buffer of reduce, broadcast, reduce_scatter, scatter and all_to_all; of one rank's share of
+            all_gather and gather.
     """
     n = network.world_size
     next_hop = TOPOLOGIES[topology].next_hop

@@ -34,7 +34,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Line:
-    """One direction of a link. `latency` is from the sender's last to the receiver's first instruction for an empty message."""
+    """One direction of a link. `latency`: from the sender's last to the receiver's first step for an empty message."""
 
     latency: float = 5e-6
     rate: float = UNLIMITED
@@ -151,8 +151,8 @@ def read_links(path: str) -> dict[str, Any]:
         {"latency_us": 50, "gbit_per_s": 1, "ranks": {"0": {"gbit_per_s": 2.5}},
          "links": [{"from": 0, "to": 3, "latency_us": 400, "gbit_per_s": 0.1}]}
 
-    What is at the top holds for all ranks. A rank's `gbit_per_s` is its interface, all links together; rates are those of
-    the line, of which payload is a little less. A link is one direction. See `_RANK_KEYS` for what else a rank may have.
+    What is at the top holds for all ranks. A rank's `gbit_per_s` is its interface, all links together. Rates are those of
+    the line; payload gets a little less. A link is one direction. See `_RANK_KEYS` for what else a rank may have.
 
     Raises:
         ValueError: names the file and the key.

@@ -1,8 +1,8 @@
 """What schedules cost: all ranks' schedules run together on a model of hosts and links. No I/O, no clock, no state.
 
-A rank does one thing at a time, as the engine does: in each round it hands its messages to the kernel, takes what comes
-as it comes, folds, and goes on when all is in and all is out. Messages queue for the sender's interface, for the line and
-for the receiver's interface, each full duplex; ranks queue for the cores of their host when there are too few.
+A rank does one thing at a time, as the engine does: in each round it hands its messages to the kernel, receives and
+folds, and goes on when all messages are in and out. Messages queue for the sender's interface, for the line and for the
+receiver's interface, each full duplex. Ranks queue for the cores of their host when there are too few.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class _Run:
         return best
 
     def _shared(self, rank: int, nbytes: int, step: _Step) -> int:
-        """Bytes that leave the host until a message of `nbytes` has: the kernel serves all messages of the round in turn."""
+        """Bytes that leave the host before a message of `nbytes` has left: the kernel serves a round's messages in turn."""
         home = self.network.home
         return sum(min(n, nbytes) for peer, n in step.sends.items() if home[peer] != home[rank])
 
@@ -202,7 +202,7 @@ class _Run:
         return away if slowest == UNLIMITED else away - network.buffered / slowest
 
     def _pass(self, resource: Resource, nbytes: int, rate: float, begin: float, end: float) -> tuple[float, float]:
-        """Go through a queue of one: first and last byte come out as late as the queue, the rate and the input allow."""
+        """When first and last byte leave a queue of one, which delays them by what is before them and by its rate."""
         seconds = nbytes / rate
         self._take(resource, seconds)
         begin = max(begin, self.free.get(resource, 0.0))

@@ -55,7 +55,7 @@ def check_out(collective: str, out: Any, n_elements: int, dtype: DType) -> None:
 
 
 def rows_of(x: Any, counts: Sequence[int] | None, world_size: int) -> list[int]:
-    """Rows of `x` for each rank. Raises `ValueError` where they don't add up or, without `counts`, don't divide evenly."""
+    """Rows of `x` for each rank. Raises `ValueError` for `counts` that don't add up, or rows that don't divide evenly."""
     total = x.shape[0] if len(x.shape) else 0
     if counts is None:
         if total % world_size or not len(x.shape):
@@ -120,7 +120,7 @@ _CHECKS: Final[dict[str, Callable[..., object]]] = {
 
 
 def check_call(collective: str, rank: int, world_size: int, args: Sequence[Any]) -> None:
-    """Raise now what the method of `Reductions` or `Movements` would raise for `args` when an asynchronous call has its turn."""
+    """Raise at once what `Reductions` or `Movements` would raise for `args` when an asynchronous call has its turn."""
     check = _CHECKS.get(collective)
     if check is not None:
         check(rank, world_size, *args)

@@ -1,7 +1,7 @@
 """Which schedule for which size. All schedules of one order give the same bits, so this is only about time.
 
-What a group uses is a table of thresholds by collective, the same on every rank. Rank 0 makes it when the group starts, from
-defaults or from measurements, and gives it to all (see `hostring.tuning.agreement`).
+A group uses one table of thresholds by collective, the same on every rank. Rank 0 makes it when the group starts, from
+defaults or from measurements, and gives it to all ranks: see `hostring.tuning.agreement`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Tuner:
         self.table, self.source = {**self.table, **table}, source
 
     def force(self, variant: str, segment: int) -> None:
-        """Always use this for all-reduces, for proofs and measurements. On every rank alike, before its first all-reduce.
+        """Always use this for all-reduces, for proofs and measurements. Call it on every rank, before the first all-reduce.
 
         Args:
             variant: of the group's own topology, or "topology/variant".
@@ -106,7 +106,8 @@ class Tuner:
         if way not in self.allowed[collective]:
             able = " or ".join("/".join(filter(None, w)) for w in self.allowed[collective])
             raise ValueError(
-                f"variant={way[1]!r} of {way[0]} can't hold order={self.order!r} on {self.topology.name} links; use {able}"
+                f"variant={way[1]!r} of {way[0]} can't hold order={self.order!r} on {self.topology.name} links; "
+                f"use {able}"
             )
         self._forced[collective] = (way, segment)
 
@@ -122,8 +123,8 @@ class Tuner:
         """The schedule for any collective.
 
         Args:
-            nbytes: of the buffer of all_reduce, reduce, broadcast, reduce_scatter, scatter and all_to_all; of one rank's
-                share of all_gather and gather. Must be the same on every rank.
+            nbytes: of the buffer of all_reduce, reduce, broadcast, reduce_scatter, scatter and all_to_all; of one
+                rank's share of all_gather and gather. Must be the same on every rank.
             itemsize: bytes of one element, the same on every rank.
         """
         if collective in self._forced:

@@ -21,7 +21,7 @@ MAX_BUFFER_ELEMENTS: Final = 1 << 17  # of a joined buffer
 
 
 def joint_dtype(arrays: list[Any], op: str) -> DType:
-    """The dtype in which `arrays` can be joined. Raises `TypeError` or `ValueError` where they can't be folded together."""
+    """The dtype in which `arrays` can be joined. Raises `TypeError`, `ValueError`: they can't be folded together."""
     dtypes = {adapter_for(x).dtype(x) for x in arrays}
     for dtype in dtypes:
         check_op(op, dtype)

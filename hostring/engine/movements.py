@@ -26,7 +26,7 @@ _BYTE: Final = BY_NAME["uint8"]
 
 
 class Movements:
-    """Data movement of one group. What repeats an earlier call goes straight to its program; the rest is checked first."""
+    """Data movement of one group. A call like an earlier one goes straight to its program; others are checked first."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -133,7 +133,7 @@ class Movements:
         timeout: float | None,
         like: Any = None,
     ) -> Any:
-        """Data that moves from `x` into a result of `shape` (None: this rank gets no result), into `out` when it is given."""
+        """Move data from `x` into `out`, or a new array of `shape`. `shape` is None where this rank gets no result."""
         started = perf_counter()
         session, like = self._session, x if like is None else like
         adapter = adapter_for(like)
@@ -224,7 +224,7 @@ class Movements:
 
 
 def _common_size(collective: str, mine: int, detail: Any) -> int:
-    """The number of elements that all ranks compare: 0 where each has its own, and a checksum of all of them is compared."""
+    """The number of elements that all ranks compare; 0 where ranks have different numbers, whose checksum they compare."""
     if collective == "scatter":
         return int(sum(detail[1]))
     if collective == "all_to_all":

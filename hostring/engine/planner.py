@@ -32,20 +32,20 @@ MAX_PROGRAMS: Final = 512  # more shapes than a decode or training loop has; bey
 class Planner:
     """Makes and keeps the programs of one group.
 
-    Scratch is one block, as large as the largest program kept needs; when it grows, the programs over the old block go. So is
-    the block for payloads of another dtype.
+    Scratch is one block, as large as the largest program needs. When it grows, the programs over the old block are
+    dropped. The same holds for the block for payloads of other dtypes.
 
     Args:
         wire: what float32 contributions are rounded to.
     """
 
     def __init__(
-        self, rank: int, world_size: int, tuner: Tuner, order: str, epoch: int, pipes: Mapping[int, Pipe], counters: Counters,
-        wire: str,
+        self, rank: int, world_size: int, tuner: Tuner, order: str, epoch: int, pipes: Mapping[int, Pipe],
+        counters: Counters, wire: str,
     ) -> None:  # fmt: skip
         self._place = Place(rank, world_size, tuner.topology.next_hop)
         self._tuner, self._order, self._epoch, self._pipes, self._counters = tuner, order, epoch, pipes, counters
-        # All-reduces by (n_elements, dtype that is folded, op, detail or None[, raw dtype]); the others begin with a name.
+        # By (n_elements, dtype that is folded, op, detail or None[, raw dtype]) for all-reduces; others begin with a name.
         self.programs: dict[Any, Program] = {}
         self._wide: set[Any] = set()  # of the same keys: what can't be narrow
         self._scratch = bytearray()
@@ -62,7 +62,11 @@ class Planner:
     def all_reduce(
         self, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: int | None = None
     ) -> Program:
-        """`dtype` is the one that is folded; `raw` the narrower one that contributions travel in, or None. `detail`: see `Call`."""
+        """An all-reduce that folds `dtype`.
+
+        Args:
+            raw: the narrower dtype in which contributions travel, or None. detail: see `Call`.
+        """
         key = (n_elements, dtype, op, detail) if raw is None else (n_elements, dtype, op, detail, raw)
         return self.programs.get(key) or self._keep(
             key, lambda: self._all_reduce(n_elements, dtype, dtype, op, raw, detail)
@@ -155,7 +159,7 @@ class Planner:
         return collectives.schedule_of(collective, place, n_elements, detail, order, segment)
 
     def _choose(self, collective: str, n_elements: int, detail: Any, dtype: DType) -> Choice:
-        """What all ranks choose alike: from counts that all know, and not from the width of a dtype in which they may differ."""
+        """The same on all ranks: only counts that all know go in, and not the width of a dtype, in which they may differ."""
         itemsize = _nominal(dtype)
         return self._tuner.choose(collective, _extent(collective, n_elements, detail) * itemsize, itemsize)
 
@@ -233,10 +237,10 @@ def _longest_way(topology: str, world_size: int) -> int:
 
 
 def _folding(choice: Choice, collective: str, n_elements: int, itemsize: int, place: Place, order: str) -> int:
-    """Segments for data that is folded: shorter than chosen where the contributions of all ranks lie at one rank in slots.
+    """The segment length for data that is folded: shorter than chosen where all contributions lie in slots at one rank.
 
-    Above 1 MB those take about as much as the buffer, and half as much again for 16-bit payloads on their way into it. From
-    what all ranks know, so that they cut alike.
+    Above 1 MB these slots take about as much memory as the buffer, and half as much again while 16-bit payloads are
+    widened. Only what all ranks know goes in, so that they cut alike.
     """
     nbytes, segment = n_elements * itemsize, choice.segment
     if nbytes > SMALL_NBYTES and choice.variant in _IN_SLOTS:
@@ -248,7 +252,7 @@ def _folding(choice: Choice, collective: str, n_elements: int, itemsize: int, pl
 
 
 def _moving(choice: Choice, collective: str, n_elements: int, itemsize: int, world_size: int) -> int:
-    """Segments for data that only moves: whole on a mesh; elsewhere short enough that what passes through a rank stays small."""
+    """The segment length for data that only moves: whole on a mesh; elsewhere short, because ranks hold what they forward."""
     if choice.topology.name == "mesh":
         return collectives.WHOLE
     passing = max(16, world_size**2 if collective == "all_to_all" else 0)  # each of N² parts has two slots at a hub

@@ -39,7 +39,7 @@ _BYTE: Final = NOTHING.dtype
 
 
 class Reductions:
-    """Reductions of one group. What repeats an earlier call goes straight to its program; the rest is checked first."""
+    """Reductions of one group. A call like an earlier one goes straight to its program; others are checked first."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -92,7 +92,7 @@ class Reductions:
     def _run_direct(
         self, direct: Direct, data: Array, raw: Array | None, timeout: float | None, started: float
     ) -> None:
-        """`Session.run` for the short form. The guard stands here as well because a call costs a hundredth of a small all-reduce."""
+        """`Session.run` for the short form. It repeats the guard, to save a small all-reduce one Python call."""
         session = self._session
         if session.closed is not None or self._control.cause is not None:
             session.check_alive()
@@ -186,7 +186,7 @@ class Reductions:
         return data, view.view(carrier(view.dtype)) if view is not None and view.dtype != wire else None
 
     def _round(self, data: Array, after: int) -> Array:
-        """Round `data` to what it travels as, in place, and return it so, in reused memory behind the first `after` bytes."""
+        """Round `data` in place to what it travels as. Returns that payload, in staging memory behind `after` bytes."""
         memory = self._session.memory
         if self._session.travels_as(FLOAT32) == MXINT8:
             payload = memory.staging(nbytes_of(data.size, MXINT8), _BYTE, after)
@@ -215,5 +215,5 @@ class Reductions:
 
 
 def splits_blocks(own: DType, counts: Sequence[int]) -> bool:
-    """Whether chunks of `counts` elements begin inside of the blocks that `own` consists of: such contributions travel as float32."""
+    """Whether chunks of `counts` elements would cut the blocks that `own` consists of. They then travel as float32."""
     return own == MXINT8 and any(start % BLOCK for start, stop in offsets(counts) if start < stop)

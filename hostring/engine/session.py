@@ -1,4 +1,4 @@
-"""One group at one rank: its state, and what every call does whatever the collective: its number, its run, its failure."""
+"""One group at one rank: its state, and what every call does: it gets a number, runs, and may fail."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class Session:
         return group
 
     def leave_to_parent(self) -> None:
-        """In a forked child: refuse every call, and release the links. Locks may be held by threads that are not there."""
+        """In a forked child: refuse every call, and release the links. Locks may be held by threads that don't exist."""
         refusal = fork.refusal(self.rank)
         self.control.cause = refusal
         self.turns, self._lock = Turns(f"hostring-{self.group.name}-{self.rank}"), threading.Lock()
@@ -215,7 +215,7 @@ class Session:
 def _spins(group: Group) -> tuple[int, bool]:
     """How often to look before sleeping, and whether ranks share cores: then every look yields the core to the others.
 
-    Going to sleep and being woken takes longer than a small collective; a core that only spins keeps the others from theirs.
+    Sleeping and waking takes longer than a small collective, but a rank that spins keeps the others from a shared core.
     """
     me = group.peer_infos[group.rank]
     here = [m for m in group.peer_infos if m is not None and me is not None and m.host_id == me.host_id]

@@ -1,4 +1,4 @@
-"""Which schedule for which size: measures links, tries the promising ways, saves tables, and makes all ranks agree on one.
+"""Which schedule for which size: measures links, tries schedules, saves tables, and makes all ranks agree on one.
 
 May import: `hostring.cost`, `hostring.engine`, and what those may import.
 """

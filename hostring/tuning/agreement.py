@@ -31,7 +31,7 @@ _Plain: TypeAlias = "dict[str, list[tuple[int, str, str, int]]]"  # a table as m
 
 
 def open_session(group: Group, topology: str, order: str, wire: str, timeout: float) -> Session:
-    """A session over the links of `group`, whose ranks have agreed on a table. Every rank of the group calls this alike."""
+    """A session over the links of `group`, with a table that its ranks agree on. Every rank of the group calls this."""
     session = Session(group, topology=topology, order=order, wire=wire, timeout=timeout)
     try:
         agree(session)
@@ -122,7 +122,7 @@ def _one_host(session: Session) -> bool:
 
 
 def _explain(session: Session, tuning: Tuning | None) -> None:
-    """With HOSTRING_TRACE=1, rank 0 says once for each collective and size what was chosen, and why."""
+    """With HOSTRING_TRACE=1, print once for each collective and size what was chosen, and why. For rank 0."""
     if os.environ.get("HOSTRING_TRACE") != "1":
         return
 

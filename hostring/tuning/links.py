@@ -1,4 +1,4 @@
-"""Measures the links of a group and its processors, with schedules that move nothing of anybody's. A collective of all ranks."""
+"""Measures the links of a group and its processors, with schedules that move no caller's data. All ranks call it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from hostring.engine.session import Session
 from hostring.topologies.routes import Builder
 from hostring.topologies.schedule import DATA, Range, Schedule
 
-_TRIPS: Final = 4
-_FEW_MESSAGES, _MORE_MESSAGES = 8, 40  # the difference is what counts: start and end are the same
-_PIECE: Final = 1 << 16  # elements: 256 KiB
-_FEW_PIECES, _MORE_PIECES = 1, 5
-_REPEATS, _LEAST_REPEATS, _LEAST_LONG_REPEATS = 50, 20, 3  # whoever was interrupted in one is not in all
-_LONG: Final = 0.05  # seconds: after as much, no more repeats than the least
-_WIRE_BOUND: Final = 1.5  # both ways at once may cost so much more than one way, and it is still the line that limits
-_LEAST_LATENCY, _LEAST_GAP, _LEAST_COPYING = 2e-7, 3e-7, 1e-11  # what noise may not go below
-_COPYING: Final = 2e-10  # seconds per byte, where the line hides what the processors do
+ROUND_TRIPS: Final = 4
+MESSAGES: Final = 8, 40  # of a short and of a long probe, whose difference is used: start and end cost the same
+PIECES: Final = 1, 5
+PIECE_ELEMENTS: Final = 1 << 16  # 256 KiB
+MAX_REPEATS: Final = 50
+MIN_REPEATS, MIN_LONG_REPEATS = 20, 3  # a rank that is interrupted in one run is not interrupted in all
+MAX_PROBE_S: Final = 0.05  # after so long, no more repeats than the minimum
+LINE_BOUND: Final = 1.5  # the line is the limit as long as both ways at once cost less than this times one way
+MIN_LATENCY_S, MIN_GAP_S, MIN_COPYING_S = 2e-7, 3e-7, 1e-11  # noise gives no smaller figures; copying is per byte
+COPYING_S: Final = 2e-10  # per byte, where the line hides what the processors do
 
 _Build: TypeAlias = "Callable[[Builder, int], None]"  # adds the part of a rank
 
@@ -44,13 +45,13 @@ class Pair:
     near: bool  # the same network stack: there is no line
 
     @property
-    def wire_bound(self) -> bool:
+    def line_bound(self) -> bool:
         """Whether the line limits it, and not the two processors' copying."""
-        return not self.near and self.both < _WIRE_BOUND * max(self.forth, self.back)
+        return not self.near and self.both < LINE_BOUND * max(self.forth, self.back)
 
 
 def measure(session: Session, progress: Callable[[str], None] = lambda what: None) -> Network:
-    """Measure latency and rate of every link, the cost of a message and the rate of folding. The same result on every rank."""
+    """Measure latency and rate of every link, the cost of a message, and the rate of folding. All ranks get the same."""
     probes = _Probes(session)
     links = [
         (a, b)
@@ -63,7 +64,7 @@ def measure(session: Session, progress: Callable[[str], None] = lambda what: Non
         progress(f"link {a} - {b}")
         pairs.append(probes.pair(a, b))
     out, into = [UNLIMITED] * session.world_size, [UNLIMITED] * session.world_size
-    for rank in range(session.world_size) if any(p.wire_bound for p in pairs) else ():
+    for rank in range(session.world_size) if any(p.line_bound for p in pairs) else ():
         progress(f"interface of rank {rank}")
         out[rank], into[rank] = probes.fan(rank, True), probes.fan(rank, False)
     folding = Movements(session).all_gather(np.array([_fold_rate()]))[:, 0]
@@ -76,12 +77,12 @@ class _Probes:
     def __init__(self, session: Session) -> None:
         self._session, self._number = session, 0
         self._movements = Movements(session)
-        self._data = np.zeros(_PIECE, np.float32)
+        self._data = np.zeros(PIECE_ELEMENTS, np.float32)
 
     def pair(self, a: int, b: int) -> Pair:
-        trip = self._best(a, _ping_pong(a, b), _LEAST_REPEATS) / _TRIPS / 2
-        few, more = (self._best(a, _stream(a, b, n, 1), _LEAST_REPEATS) for n in (_FEW_MESSAGES, _MORE_MESSAGES))
-        gap = max(_LEAST_GAP, (more - few) / (_MORE_MESSAGES - _FEW_MESSAGES))
+        trip = self._best(a, _ping_pong(a, b), MIN_REPEATS) / ROUND_TRIPS / 2
+        few, more = (self._best(a, _stream(a, b, n, 1), MIN_REPEATS) for n in MESSAGES)
+        gap = max(MIN_GAP_S, (more - few) / (MESSAGES[1] - MESSAGES[0]))
         forth, back = self._per_byte(a, b, _stream), self._per_byte(b, a, _stream)
         both = self._per_byte(a, b, _exchange)
         ours, theirs = self._session.group.peer_infos[a], self._session.group.peer_infos[b]
@@ -90,19 +91,19 @@ class _Probes:
 
     def _per_byte(self, a: int, b: int, kind: Callable[[int, int, int, int], _Build]) -> float:
         """Seconds by the watch of `a`: what a longer one of a kind takes more than a shorter one."""
-        few, more = (self._best(a, kind(a, b, n, _PIECE)) for n in (_FEW_PIECES, _MORE_PIECES))
-        return max(_LEAST_COPYING, (more - few) / (_MORE_PIECES - _FEW_PIECES) / _PIECE / 4)
+        few, more = (self._best(a, kind(a, b, n, PIECE_ELEMENTS)) for n in PIECES)
+        return max(MIN_COPYING_S, (more - few) / (PIECES[1] - PIECES[0]) / PIECE_ELEMENTS / 4)
 
     def fan(self, rank: int, out: bool) -> float:
         """Bytes per second that `rank` sends to, or receives from, all its neighbours at once."""
         peers = sorted(self._session.tuner.topology.neighbours(rank, self._session.world_size))
-        return _MORE_PIECES * _PIECE * 4 * len(peers) / self._best(rank, _fan(rank, peers, out))
+        return PIECES[1] * PIECE_ELEMENTS * 4 * len(peers) / self._best(rank, _fan(rank, peers, out))
 
-    def _best(self, timer: int, build: _Build, least: int = _LEAST_LONG_REPEATS) -> float:
+    def _best(self, timer: int, build: _Build, least: int = MIN_LONG_REPEATS) -> float:
         """Seconds of the quickest of some runs, by the watch of rank `timer`, known to all."""
         program = self._bind(build)
         best, total = np.array([float("inf"), 0.0]), 0.0
-        for repeat in range(_REPEATS):
+        for repeat in range(MAX_REPEATS):
             began = perf_counter()
             self._session.run(program, Buffers(self._data, self._data[:0]), None, began)
             took = perf_counter() - began
@@ -110,7 +111,7 @@ class _Probes:
             best[:] = min(best[0], took), total
             self._movements.broadcast(best, root=timer)
             total = float(best[1])
-            if total > _LONG and repeat + 1 >= least:
+            if total > MAX_PROBE_S and repeat + 1 >= least:
                 break
         return float(best[0])
 
@@ -118,7 +119,7 @@ class _Probes:
         builder = Builder()
         build(builder, self._session.rank)
         self._number += 1
-        schedule: Schedule = builder.schedule(_PIECE)
+        schedule: Schedule = builder.schedule(PIECE_ELEMENTS)
         return self._session.planner.probe(schedule, self._number)
 
 
@@ -131,7 +132,7 @@ def _message(build: Builder, rank: int, round_: int, src: int, dst: int, n_eleme
 
 def _ping_pong(a: int, b: int) -> _Build:
     def build(build: Builder, rank: int) -> None:
-        for k in range(_TRIPS):
+        for k in range(ROUND_TRIPS):
             _message(build, rank, 2 * k, a, b, 1)
             _message(build, rank, 2 * k + 1, b, a, 1)
 
@@ -162,17 +163,17 @@ def _fan(rank: int, peers: list[int], out: bool) -> _Build:
     def build(build: Builder, at: int) -> None:
         for peer in peers:
             _message(build, at, 0, rank, peer, 1)
-            for k in range(1, _MORE_PIECES + 1):
-                _message(build, at, k, *((rank, peer) if out else (peer, rank)), _PIECE)
-            _message(build, at, _MORE_PIECES + 1, peer, rank, 1)
+            for k in range(1, PIECES[1] + 1):
+                _message(build, at, k, *((rank, peer) if out else (peer, rank)), PIECE_ELEMENTS)
+            _message(build, at, PIECES[1] + 1, peer, rank, 1)
 
     return build
 
 
 def _fold_rate() -> float:
-    left, right = np.ones(_PIECE, np.float32), np.ones(_PIECE, np.float32)
+    left, right = np.ones(PIECE_ELEMENTS, np.float32), np.ones(PIECE_ELEMENTS, np.float32)
     times = []
-    for _ in range(_REPEATS):
+    for _ in range(MAX_REPEATS):
         began = perf_counter()
         np.add(left, right, out=left)
         times.append(perf_counter() - began)
@@ -185,14 +186,14 @@ def _network(session: Session, pairs: list[Pair], out: list[float], into: list[f
     for h in range(max(home) + 1):
         ranks = [r for r in range(session.world_size) if home[r] == h]
         mine = [p for p in pairs if p.a in ranks or p.b in ranks]
-        copying = min((p.both / 2 for p in mine if not p.wire_bound), default=_COPYING)
+        copying = min((p.both / 2 for p in mine if not p.line_bound), default=COPYING_S)
         hosts.append(
             Host(
                 send_rate=min(out[r] for r in ranks),
                 recv_rate=min(into[r] for r in ranks),
                 cores=cores[h],
                 per_message=min(min(p.gap, p.half_trip / 2) for p in mine),
-                per_byte=min([copying, *(max(p.forth, p.back) / 4 for p in mine if p.wire_bound)]),
+                per_byte=min([copying, *(max(p.forth, p.back) / 4 for p in mine if p.line_bound)]),
                 fold_rate=min(folding[r] for r in ranks),
             )
         )
@@ -206,13 +207,13 @@ def _network(session: Session, pairs: list[Pair], out: list[float], into: list[f
 
 def _lines(pairs: list[Pair], per_message: list[float]) -> Iterator[tuple[tuple[int, int], Line]]:
     for p in pairs:
-        latency = max(_LEAST_LATENCY, p.half_trip - per_message[p.a] - per_message[p.b])
+        latency = max(MIN_LATENCY_S, p.half_trip - per_message[p.a] - per_message[p.b])
         for src, dst, cost in ((p.a, p.b, p.forth), (p.b, p.a, p.back)):
-            yield (src, dst), Line(latency, 1 / cost if p.wire_bound else UNLIMITED)
+            yield (src, dst), Line(latency, 1 / cost if p.line_bound else UNLIMITED)
 
 
 def _homes(session: Session) -> tuple[list[int], list[int]]:
-    """The host of each rank, as numbers from 0, and the cores of each host: those of a machine, divided among its network stacks."""
+    """The host of each rank, numbered from 0, and the cores of each host. A network stack counts as a host of its own."""
     members = session.group.peer_infos
     known: dict[str, int] = {}
     home = [known.setdefault(m.net_id if m is not None else f"rank {r}", len(known)) for r, m in enumerate(members)]

@@ -18,7 +18,7 @@ from hostring.topologies.rules import Way
 
 VERSION: Final = 1
 _SIZES: Final = tuple(1 << k for k in range(6, 27))
-_STAY: Final = 1.05  # what is better by less is not worth another threshold
+MIN_GAIN: Final = 1.05  # a smaller gain is not worth another threshold
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Curve:
         return f"{name} {self.segment_nbytes >> 10}K" if self.segment_nbytes else name
 
     def seconds(self, nbytes: int) -> float | None:
-        """By measurement where there is one at or around this size, else by prediction, put right by the nearest measurement."""
+        """As measured at or around this size; otherwise as predicted, scaled by the error at the nearest measurement."""
         if self.measured and min(self.measured) <= nbytes <= max(self.measured):
             return _between(self.measured, nbytes)
         if not self.predicted:
@@ -86,7 +86,7 @@ class Tuning:
     curves: list[Curve]
 
     def table(self, tuner: Tuner) -> Table:
-        """The quickest way for every collective and size, among those that `tuner` allows. Few thresholds, so that it is clear."""
+        """The quickest way for every collective and size, among those that `tuner` allows, with few thresholds."""
         found: dict[str, list[Threshold]] = {}
         for collective, ways in tuner.allowed.items():
             curves = [c for c in self.curves if c.collective == collective and c.way in ways]
@@ -153,13 +153,13 @@ def _thresholds(curves: Sequence[Curve]) -> list[Threshold]:
 
 
 def _choose(curves: Sequence[Curve], nbytes: int, current: Curve | None) -> Curve:
-    """The quickest for this size; what was tried counts more than what was only predicted, what is in use more than a small gain."""
+    """The quickest for this size. What was measured comes before what was predicted; a small gain changes nothing."""
     sizes = sorted({size for c in curves for size in c.measured})
     near = min(max(nbytes, sizes[0]), sizes[-1]) if sizes else 0
     tried = [c for c in curves if c.measured and min(c.measured) <= near <= max(c.measured)]
     costs = [(seconds, c) for c in tried or curves if (seconds := c.seconds(nbytes)) is not None]
     best = min(seconds for seconds, _ in costs)
-    good = [c for seconds, c in costs if seconds <= _STAY * best]
+    good = [c for seconds, c in costs if seconds <= MIN_GAIN * best]
     return next((c for c in good if c is current), good[0])
 
 

@@ -24,9 +24,9 @@ from hostring.tuning.tables import Curve, Tuning
 SIZES: Final = tuple(64 << (2 * k) for k in range(10))  # 64 bytes to 16 MiB
 TRIED: Final = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "reduce")
 _SEGMENTS: Final = (1 << 16, 1 << 18, 1 << 20)
-_PROMISING: Final = 3.0  # what is predicted to take so many times as long as the best is not tried
-_MOST_TRIED: Final = 8
-_HOPELESS: Final = 1.5  # what has taken so many times as long as the best, in two rounds, is not tried again
+MAX_PREDICTED: Final = 3.0  # what is predicted to take longer than this times the best is not tried
+MAX_TRIED: Final = 8
+MAX_MEASURED: Final = 1.5  # what has taken longer than this times the best, in two rounds, is not tried again
 _ITEMSIZE: Final = 4
 
 Say = Callable[[str], None]
@@ -123,7 +123,7 @@ def _promising(curves: Sequence[Curve], sizes: Sequence[int]) -> list[tuple[int,
                 for n, c in enumerate(curves)
                 if c.collective == collective and nbytes in c.predicted
             )
-            close = [curves[n] for cost, n in priced if cost <= _PROMISING * priced[0][0]][:_MOST_TRIED]
+            close = [curves[n] for cost, n in priced if cost <= MAX_PREDICTED * priced[0][0]][:MAX_TRIED]
             if len(close) > 1:
                 plan.append((nbytes, [(c.collective, c.topology, c.variant, c.segment_nbytes) for c in close]))
     return plan
@@ -159,7 +159,7 @@ def _try(
 def _hopeful(ways: Sequence[_Way], found: Mapping[_Way, float]) -> list[_Way]:
     """Those of `ways` that may yet turn out the best of all in `found`."""
     best = min(found.values())
-    return [way for way in ways if found[way] <= _HOPELESS * best]
+    return [way for way in ways if found[way] <= MAX_MEASURED * best]
 
 
 def _force(session: Session, way: _Way) -> None:
