@@ -151,8 +151,8 @@ def read_links(path: str) -> dict[str, Any]:
         {"latency_us": 50, "gbit_per_s": 1, "ranks": {"0": {"gbit_per_s": 2.5}},
          "links": [{"from": 0, "to": 3, "latency_us": 400, "gbit_per_s": 0.1}]}
 
-    What is at the top holds for all ranks. A rank's `gbit_per_s` is its interface, all links together. Rates are those of
-    the line; payload gets a little less. A link is one direction. See `_RANK_KEYS` for what else a rank may have.
+    What is at the top holds for all ranks. A rank's `gbit_per_s` is its interface, all links together. Rates are those
+    of the line; payload gets a little less. A link is one direction. See `_RANK_KEYS` for what else a rank may have.
 
     Raises:
         ValueError: names the file and the key.

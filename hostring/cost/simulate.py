@@ -171,7 +171,7 @@ class _Run:
         return best
 
     def _shared(self, rank: int, nbytes: int, step: _Step) -> int:
-        """Bytes that leave the host before a message of `nbytes` has left: the kernel serves a round's messages in turn."""
+        """Bytes that leave the host before a message of `nbytes` has: the kernel serves a round's messages in turn."""
         home = self.network.home
         return sum(min(n, nbytes) for peer, n in step.sends.items() if home[peer] != home[rank])
 

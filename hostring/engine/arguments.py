@@ -55,7 +55,7 @@ def check_out(collective: str, out: Any, n_elements: int, dtype: DType) -> None:
 
 
 def rows_of(x: Any, counts: Sequence[int] | None, world_size: int) -> list[int]:
-    """Rows of `x` for each rank. Raises `ValueError` for `counts` that don't add up, or rows that don't divide evenly."""
+    """Rows of `x` for each rank. Raises `ValueError`: `counts` don't add up, or rows don't divide evenly."""
     total = x.shape[0] if len(x.shape) else 0
     if counts is None:
         if total % world_size or not len(x.shape):

@@ -89,7 +89,7 @@ class Tuner:
         self.table, self.source = {**self.table, **table}, source
 
     def force(self, variant: str, segment: int) -> None:
-        """Always use this for all-reduces, for proofs and measurements. Call it on every rank, before the first all-reduce.
+        """Always use this for all-reduces, for proofs and measurements. On every rank alike, before its first call.
 
         Args:
             variant: of the group's own topology, or "topology/variant".

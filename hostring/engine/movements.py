@@ -224,7 +224,7 @@ class Movements:
 
 
 def _common_size(collective: str, mine: int, detail: Any) -> int:
-    """The number of elements that all ranks compare; 0 where ranks have different numbers, whose checksum they compare."""
+    """The number of elements that all ranks compare; 0 where they have different numbers and compare a checksum."""
     if collective == "scatter":
         return int(sum(detail[1]))
     if collective == "all_to_all":

@@ -45,7 +45,7 @@ class Planner:
     ) -> None:  # fmt: skip
         self._place = Place(rank, world_size, tuner.topology.next_hop)
         self._tuner, self._order, self._epoch, self._pipes, self._counters = tuner, order, epoch, pipes, counters
-        # By (n_elements, dtype that is folded, op, detail or None[, raw dtype]) for all-reduces; others begin with a name.
+        # By (n_elements, dtype that is folded, op, detail or None[, raw dtype]); other collectives' begin with a name.
         self.programs: dict[Any, Program] = {}
         self._wide: set[Any] = set()  # of the same keys: what can't be narrow
         self._scratch = bytearray()
@@ -159,7 +159,7 @@ class Planner:
         return collectives.schedule_of(collective, place, n_elements, detail, order, segment)
 
     def _choose(self, collective: str, n_elements: int, detail: Any, dtype: DType) -> Choice:
-        """The same on all ranks: only counts that all know go in, and not the width of a dtype, in which they may differ."""
+        """The same on all ranks: only counts that all know go in, not the width of a dtype, which may differ."""
         itemsize = _nominal(dtype)
         return self._tuner.choose(collective, _extent(collective, n_elements, detail) * itemsize, itemsize)
 
@@ -252,7 +252,7 @@ def _folding(choice: Choice, collective: str, n_elements: int, itemsize: int, pl
 
 
 def _moving(choice: Choice, collective: str, n_elements: int, itemsize: int, world_size: int) -> int:
-    """The segment length for data that only moves: whole on a mesh; elsewhere short, because ranks hold what they forward."""
+    """The segment length for data that only moves: whole on a mesh; elsewhere short, because ranks hold it."""
     if choice.topology.name == "mesh":
         return collectives.WHOLE
     passing = max(16, world_size**2 if collective == "all_to_all" else 0)  # each of N² parts has two slots at a hub

@@ -203,7 +203,7 @@ class Session:
         return group
 
     def leave_to_parent(self) -> None:
-        """In a forked child: refuse every call, and release the links. Locks may be held by threads that don't exist."""
+        """In a forked child: refuse every call, release the links. Locks may be held by threads that don't exist."""
         refusal = fork.refusal(self.rank)
         self.control.cause = refusal
         self.turns, self._lock = Turns(f"hostring-{self.group.name}-{self.rank}"), threading.Lock()

@@ -51,7 +51,7 @@ class Pair:
 
 
 def measure(session: Session, progress: Callable[[str], None] = lambda what: None) -> Network:
-    """Measure latency and rate of every link, the cost of a message, and the rate of folding. All ranks get the same."""
+    """Measure latency and rate of every link, the cost of a message, the rate of folding. All ranks get the same."""
     probes = _Probes(session)
     links = [
         (a, b)
@@ -213,7 +213,7 @@ def _lines(pairs: list[Pair], per_message: list[float]) -> Iterator[tuple[tuple[
 
 
 def _homes(session: Session) -> tuple[list[int], list[int]]:
-    """The host of each rank, numbered from 0, and the cores of each host. A network stack counts as a host of its own."""
+    """The host of each rank, numbered from 0, and the cores of each host. A network stack counts as a host."""
     members = session.group.peer_infos
     known: dict[str, int] = {}
     home = [known.setdefault(m.net_id if m is not None else f"rank {r}", len(known)) for r, m in enumerate(members)]

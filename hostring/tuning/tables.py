@@ -47,7 +47,7 @@ class Curve:
         return f"{name} {self.segment_nbytes >> 10}K" if self.segment_nbytes else name
 
     def seconds(self, nbytes: int) -> float | None:
-        """As measured at or around this size; otherwise as predicted, scaled by the error at the nearest measurement."""
+        """As measured at or around this size; else as predicted, scaled by the error at the nearest measurement."""
         if self.measured and min(self.measured) <= nbytes <= max(self.measured):
             return _between(self.measured, nbytes)
         if not self.predicted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import hostring
@@ -37,7 +38,10 @@ def test_a_closed_group_says_so(end, state):
 def test_a_failed_group_says_so(run_ranks):
     def body(comm):
         if comm.rank == 0:
+            comm.recv(np.zeros(1), 1)
             comm.abort("by this test")
+        else:
+            comm.send(np.zeros(1), 0)  # now rank 0 may abort: this one has started
         with pytest.raises(HostringError):
             comm.barrier()
         return repr(comm)
