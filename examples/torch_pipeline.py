@@ -1,4 +1,4 @@
-"""Pipeline parallel over hostring: each rank has some of the layers, and micro-batches pass through them one after another (1F1B).
+"""Pipeline parallel over hostring: each rank has some layers, and micro-batches pass through them in turn (1F1B).
 
     torchrun --nproc-per-node 2 examples/torch_pipeline.py
 

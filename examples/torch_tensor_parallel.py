@@ -1,4 +1,4 @@
-"""Tensor parallel with DTensor over hostring: a feed-forward block split by column and by row, checked against the whole one.
+"""Tensor parallel with DTensor over hostring: a feed-forward block split by column and by row, compared with the whole.
 
     torchrun --nproc-per-node 2 examples/torch_tensor_parallel.py
 

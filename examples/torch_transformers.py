@@ -4,8 +4,8 @@ transformers picks gloo for CPUs unless torch.distributed is initialised already
 
     torchrun --nproc-per-node 2 examples/torch_transformers.py [MODEL]
 
-MODEL is a folder or a name on the Hub of a model whose heads divide by the number of ranks; without it, a small Qwen3 with
-random weights is made. Prints
+MODEL is a folder, or a name on the Hub, of a model whose heads divide by the number of ranks. Without it, the script makes a
+small Qwen3 with random weights. Prints
 
     2 ranks: logits differ from one process by 3.6e-07, tokens are the same: True
     27 tokens/s
@@ -46,9 +46,8 @@ def main() -> None:
         seconds = time.perf_counter() - started
         same = torch.equal(tokens, whole.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0))
     if dist.get_rank() == 0:
-        print(
-            f"{dist.get_world_size()} ranks: logits differ from one process by {difference:.1e}, tokens are the same: {same}"
-        )
+        ranks = dist.get_world_size()
+        print(f"{ranks} ranks: logits differ from one process by {difference:.1e}, tokens are the same: {same}")
         print(f"{32 / seconds:.0f} tokens/s")
     dist.destroy_process_group()
 

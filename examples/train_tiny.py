@@ -3,8 +3,8 @@
     bible -f -l 4000 gen1:1-rev22:21 > kjv.txt          # Debian: bible-kjv, bible-kjv-text
     hostring launch -n 2 examples/train_tiny.py --text kjv.txt --out tiny --minutes 25
 
-Every rank draws its own windows of the text; one all_reduce per step averages the gradients, the loss and the clock. All
-ranks get the same bits, so their weights stay equal although no rank sends its weights. The hashes at the end show it.
+Every rank draws its own windows of the text. One all_reduce per step averages the gradients, the loss and the clock. All ranks
+get the same bits, so their weights stay equal although no rank sends its weights. The hashes at the end show it.
 """
 
 from __future__ import annotations
@@ -219,8 +219,9 @@ class Training:
         if self.comm.rank == 0:
             save_model(Path(self.args.out), self.model, self.tokenizer)
             self.checkpoint.unlink(missing_ok=True)
+            passes = self.step * self.tokens_per_step / len(self.ids)
             print(
-                f"{self.step} steps of {self.tokens_per_step} tokens ({self.step * self.tokens_per_step / len(self.ids):.1f} passes over "
+                f"{self.step} steps of {self.tokens_per_step} tokens ({passes:.1f} passes over "
                 f"{len(self.ids)} tokens), loss {self.loss:.3f}, on held-out chapters {held_out:.3f}"
             )
             print(

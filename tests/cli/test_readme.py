@@ -1,4 +1,4 @@
-"""The README's program, run by its launch line, prints its output; files, tests and commands that a page names exist."""
+"""The README's program prints its output; files, tests, variables and commands that a page names exist."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_files_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_a_file_that_does_not_exist_is_noticed() -> None:
-    text = "see `hostring/no_such.py`, `test_no_such.py`, `hostring/nowhere/`\n\n    python benchmarks/none.py -x\n\nbut `comm.py`"
+    text = "`hostring/no_such.py`, `test_no_such.py`, `hostring/nowhere/`, `comm.py`\n\n    python benchmarks/none.py\n"
     assert missing_files(text) == {"hostring/no_such.py", "test_no_such.py", "hostring/nowhere/", "benchmarks/none.py"}
 
 
