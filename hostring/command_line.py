@@ -10,9 +10,15 @@ import sys
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hostring.errors import HostringError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FILE_COLUMNS: Final = 240
+"""Width of tables that don't go to a terminal."""
 
 BAD_INPUT: Final = 2
 """Exit code for what the user can put right, as typer has for options that don't exist."""
@@ -36,7 +42,7 @@ def ascii_form(character: str) -> str:
     """What to write for `character` where only ASCII can be written; "?" when nothing stands for it."""
     name = unicodedata.name(character, "")
     if name.startswith("BOX DRAWINGS"):
-        return "-" if name.endswith("HORIZONTAL") else "|" if name.endswith("VERTICAL") else "+"
+        return "+" if " AND " in name else "-" if name.endswith("HORIZONTAL") else "|"
     if name.endswith((" DASH", "HYPHEN", "MINUS SIGN")):
         return "-"
     if name.endswith("QUOTATION MARK"):
@@ -79,6 +85,16 @@ def run(command: Callable[[], object], name: str, *, speaks: Callable[[], bool] 
         if speaks():
             print(f"{name}: {exc}", file=sys.stderr)
         sys.exit(1 if isinstance(exc, HostringError) else BAD_INPUT)
+
+
+def console() -> Console:
+    """Where commands print tables. Lines are as wide as the terminal; in a file they are as wide as they need to be."""
+    from rich.console import Console
+
+    found = Console(highlight=False, markup=False)
+    if not found.is_terminal:
+        found.width = FILE_COLUMNS
+    return found
 
 
 def need(module: str, extra: str, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -17,7 +18,7 @@ Program = Annotated[
     list[str] | None,
     typer.Argument(
         help="After --: what to run on this machine once all are here. Without: a check of the group.",
-        metavar="[-- SCRIPT ARGS…]",
+        metavar="[-- SCRIPT ARGS...]",
     ),
 ]
 Name = Annotated[str | None, typer.Option(help="This machine's name in the cluster; its host name by default.")]
@@ -49,16 +50,19 @@ def init(
 
     from hostring.launch.cluster import Cluster
 
-    name = name or platform.node()
+    name = _text(name or platform.node())
     opened = Cluster(ranks, name=name, hosts=host or (), port=port, lifetime=minutes * 60)
     console = Console()
     try:
-        _show(console, str(opened.token))
-        with Live(console=console, refresh_per_second=4) as live:
+        _show(str(opened.token))
+        with contextlib.ExitStack() as stack:
+            if not console.is_terminal:
+                stack.callback(console.line)  # rich ends the last line of a live display on terminals only
+            live = stack.enter_context(Live(console=console, refresh_per_second=4))
 
             def progress(here: dict[int, str], left: float) -> None:
                 minutes, seconds = divmod(max(0, int(left)), 60)
-                lines = [f"rank {r}  {here.get(r, '… not here yet')}" for r in range(ranks)]
+                lines = [f"rank {r}  {here.get(r, '... not here yet')}" for r in range(ranks)]
                 lines.append(f"{len(here)} of {ranks} here; the token expires in {minutes}:{seconds:02d}")
                 live.update(Text("\n".join(lines)))
 
@@ -79,20 +83,22 @@ def join(
     """Join the cluster of a token, as its next free rank."""
     from hostring.launch.cluster import Token, join
 
-    place = join(Token.parse(token), name or platform.node(), rejoins=again)
+    place = join(Token.parse(token), _text(name or platform.node()), rejoins=again)
     typer.echo(f"joined as rank {place.rank} of {place.token.world_size}")
     raise typer.Exit(_run(program, module, place.environment()))
 
 
-def _show(console: object, token: str) -> None:
-    import segno
+def _show(token: str) -> None:
+    from hostring.commands.qr import Terminal, qr_code
 
-    code = segno.make(token, error="l")
-    if sys.stdout.isatty():
-        code.terminal(compact=True)
-    else:
-        code.terminal()
+    for line in qr_code(token, Terminal.standard_output()):
+        typer.echo(line, color=True)  # it has colours only where they are welcome
     typer.echo(f"\nOn each of the other machines:\n\n    hostring cluster join {token}\n")
+
+
+def _text(name: str) -> str:
+    """`name` as text: in an ASCII locale the bytes of other characters come as surrogates."""
+    return os.fsencode(name).decode("utf-8", "replace")
 
 
 def _run(program: list[str] | None, module: bool, environment: dict[str, str]) -> int:

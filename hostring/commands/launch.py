@@ -14,7 +14,7 @@ def add(app: typer.Typer) -> None:
 
 
 def launch(
-    program: Annotated[list[str], typer.Argument(help="A Python script and its arguments.", metavar="SCRIPT ARGS…")],
+    program: Annotated[list[str], typer.Argument(help="A Python script and its arguments.", metavar="SCRIPT ARGS...")],
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks to start.")],
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
     transport: Annotated[str | None, typer.Option(help="auto, tcp, tls, unix or shm.")] = None,

@@ -1,11 +1,9 @@
-"""Checks of this host and of the way to another one, each with what was found and what to change."""
+"""Checks of this host and of a join token. Each says what was found and, where this host can change it, what to change."""
 
 from __future__ import annotations
 
-import contextlib
+import os
 import socket
-import statistics
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,17 +12,23 @@ from typing import Final, Literal
 
 from hostring.group.host_info import cpu_quota, usable_cores
 from hostring.launch.cluster import Token
-from hostring.transports.addresses import interfaces, is_loopback, join_address, resolve, route_to
-from hostring.transports.tcp import listen_at
+from hostring.transports.addresses import (
+    Interface,
+    choose,
+    hosts_to_bind,
+    interfaces,
+    is_loopback,
+    join_address,
+    resolve,
+)
 
 Verdict = Literal["ok", "look", "bad"]
 
-_MAGIC: Final = b"hDr1"
-_ROUND_TRIPS: Final = 100
-_BULK_NBYTES: Final = 32 << 20
-_PATIENCE: Final = 5.0
-_IP_MTU: Final = 14  # of the IP level on Linux; the socket module does not name it
-_CLOCK_SECONDS: Final = 30.0
+ETHERNET_MTU: Final = 1500
+LARGE_BUFFER_NBYTES: Final = 4 << 20  # a TCP buffer that can fill a fast or long link
+_ADVISED_BUFFER_NBYTES: Final = 6 << 20
+_GOOD_CONTROLS: Final = ("cubic", "bbr", "dctcp", "reno")
+_IPV4 = "/proc/sys/net/ipv4"
 
 
 @dataclass(frozen=True)
@@ -41,40 +45,20 @@ def check_host(world_size: int | None = None) -> Iterator[Finding]:
     """Names, interfaces, cores and kernel settings of this host.
 
     Args:
-        world_size: how many ranks are to run here; without, cores are only counted.
+        world_size: how many ranks are to run here; without it, cores are only counted.
     """
-    yield _own_name()
-    for interface in interfaces():
-        mtu = _read(f"/sys/class/net/{interface.name}/mtu")
-        small = mtu.isdigit() and int(mtu) < 1500 and not is_loopback(interface.host)
-        advice = (
-            "below Ethernet's 1500: is this a tunnel? Exclude it by HOSTRING_INTERFACE=^" + interface.name
-            if small
-            else ""
-        )
-        yield Finding(
-            "look" if small else "ok",
-            f"interface {interface.name}",
-            f"{interface.host}, MTU {mtu or 'unknown'}",
-            advice,
-        )
+    there = interfaces()
+    yield _own_name(there)
+    for name in dict.fromkeys(interface.name for interface in there):
+        yield _interface(name, there)
     yield _cores(world_size)
-    control = _read("/proc/sys/net/ipv4/tcp_congestion_control")
+    control = _read(f"{_IPV4}/tcp_congestion_control")
     if control:
-        slow = control not in ("cubic", "bbr", "dctcp", "reno")
-        yield Finding(
-            "look" if slow else "ok", "congestion control", control, "cubic or bbr suit a switched LAN" if slow else ""
-        )
+        yield _congestion_control(control, _read(f"{_IPV4}/tcp_available_congestion_control").split())
     for name in ("rmem", "wmem"):
-        most = _read(f"/proc/sys/net/ipv4/tcp_{name}").split()
-        if most:
-            small = int(most[-1]) < 4 << 20
-            advice = (
-                f"sysctl net.ipv4.tcp_{name}='4096 131072 6291456' lets large messages fill a fast or long link"
-                if small
-                else ""
-            )
-            yield Finding("look" if small else "ok", f"largest TCP {name}", f"{int(most[-1]) >> 10} KiB", advice)
+        limits = _read(f"{_IPV4}/tcp_{name}").split()
+        if limits:
+            yield _buffer(name, limits)
 
 
 def check_token(token: Token) -> Finding:
@@ -82,173 +66,41 @@ def check_token(token: Token) -> Finding:
     left = token.expires - time.time()
     where = ", ".join(join_address(*a) for a in token.addresses)
     if left <= 0:
-        return Finding(
-            "bad",
-            "join token",
-            f"expired {-left:.0f} s ago by this clock; cluster at {where}",
-            "set the clock, or ask for a new token",
-        )
+        found = f"expired {-left:.0f} s ago by this clock; cluster at {where}"
+        return Finding("bad", "join token", found, "set the clock, or ask for a new token")
     return Finding("ok", "join token", f"{token.world_size} ranks, {left:.0f} s left; cluster at {where}")
 
 
-def check_peer(host: str, port: int, name: str = "") -> Iterator[Finding]:
-    """Whether `hostring doctor --listen` on `host` can be reached, over which interface, and how fast the link is."""
-    name = name or host
-    addresses = resolve(host)
-    if not addresses:
-        yield Finding(
-            "bad", f"{name}: name", f"{host} can't be resolved", "use an address, or add the name to /etc/hosts"
-        )
-        return
-    yield Finding("ok", f"{name}: name", ", ".join(addresses))
-    yield Finding("ok", f"{name}: route", f"leaves from {route_to(host) or 'nowhere'}")
-    for address in addresses:
-        try:
-            sock = socket.create_connection((address.partition("%")[0], port), timeout=_PATIENCE)
-        except TimeoutError:
-            yield Finding(
-                "bad",
-                f"{name}: port {port}",
-                f"{address} does not answer in {_PATIENCE:.0f} s",
-                f"a firewall drops it? Open TCP port {port}",
-            )
-            continue
-        except OSError as exc:
-            advice = (
-                f"run `hostring doctor --listen {port}` there"
-                if isinstance(exc, ConnectionRefusedError)
-                else "check cable, subnet and routes"
-            )
-            yield Finding("bad", f"{name}: port {port}", f"{address}: {exc.strerror or exc}", advice)
-            continue
-        with sock:
-            yield from _measure(sock, name)
-        return
-
-
-def _measure(sock: socket.socket, name: str) -> Iterator[Finding]:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.settimeout(_PATIENCE)
-    try:
-        sock.sendall(_MAGIC)
-        greeting = _receive(sock, len(_MAGIC) + 8)
-        if not greeting.startswith(_MAGIC):
-            yield Finding("bad", f"{name}: service", "something else listens there", "choose another port")
-            return
-        off = int.from_bytes(greeting[4:], "little") / 1e6 - time.time()
-        wrong = abs(off) > _CLOCK_SECONDS
-        yield Finding(
-            "look" if wrong else "ok",
-            f"{name}: clock",
-            f"{off:+.1f} s from ours",
-            "join tokens expire by the clock: use NTP" if wrong else "",
-        )
-        times = []
-        for _ in range(_ROUND_TRIPS):
-            start = time.perf_counter()
-            sock.sendall(b"p")
-            _receive(sock, 1)
-            times.append(time.perf_counter() - start)
-        median, worst = statistics.median(times) * 1e6, max(times) * 1e6
-        yield Finding("ok", f"{name}: round trip", f"{median:.0f} us median, {worst:.0f} us worst of {_ROUND_TRIPS}")
-        yield _bulk(sock, name)
-        with contextlib.suppress(OSError):
-            yield Finding("ok", f"{name}: path MTU", str(sock.getsockopt(socket.IPPROTO_IP, _IP_MTU)))
-        with contextlib.suppress(OSError, AttributeError):
-            control = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).split(b"\0")[0].decode()
-            yield Finding("ok", f"{name}: congestion control", control)
-    except OSError as exc:
-        yield Finding("bad", f"{name}: link", f"broke off: {exc}", "is the other doctor still listening?")
-
-
-def _bulk(sock: socket.socket, name: str) -> Finding:
-    rates = []
-    block = bytes(1 << 20)
-    for direction in (b"u", b"d"):
-        start = time.perf_counter()
-        sock.sendall(direction)
-        for _ in range(_BULK_NBYTES // len(block)):
-            if direction == b"u":
-                sock.sendall(block)
-            else:
-                _receive(sock, len(block))
-        _receive(sock, 1)
-        rates.append(_BULK_NBYTES * 8 / (time.perf_counter() - start) / 1e9)
-    up, down = rates
-    uneven = max(rates) > 2 * min(rates)
-    advice = "one direction is much slower: look for a duplex or cable fault" if uneven else ""
-    return Finding(
-        "look" if uneven else "ok", f"{name}: bandwidth", f"{up:.2f} Gbit/s there, {down:.2f} Gbit/s back", advice
-    )
-
-
-class Listener:
-    """The other end of `check_peer`: answers on `host` and `port` until closed. Sends nothing unasked, keeps nothing."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._socket = listen_at(host, port)
-        self._socket.setblocking(True)
-        self.port: int = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=self._accept, name="hostring-doctor", daemon=True)
-        self._thread.start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:
-                return
-            with sock, contextlib.suppress(OSError):
-                sock.settimeout(_PATIENCE)
-                self._serve(sock)
-
-    def _serve(self, sock: socket.socket) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if _receive(sock, len(_MAGIC)) != _MAGIC:
-            return
-        sock.sendall(_MAGIC + int(time.time() * 1e6).to_bytes(8, "little"))
-        block = bytes(1 << 20)
-        while True:
-            what = _receive(sock, 1)
-            for _ in range(_BULK_NBYTES // len(block) if what in (b"u", b"d") else 0):
-                if what == b"u":
-                    _receive(sock, len(block))
-                else:
-                    sock.sendall(block)
-            sock.sendall(what)
-
-    def close(self) -> None:
-        """Stop answering."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._thread.join(_PATIENCE)
-
-
-def _receive(sock: socket.socket, nbytes: int) -> bytes:
-    received = bytearray()
-    while len(received) < nbytes:
-        piece = sock.recv(nbytes - len(received))
-        if not piece:
-            raise ConnectionResetError("the other side closed")
-        received += piece
-    return bytes(received)
-
-
-def _own_name() -> Finding:
+def _own_name(there: list[Interface]) -> Finding:
     name = socket.gethostname()
     addresses = resolve(name)
+    outward = [host for host in hosts_to_bind(loopback=False, spec=None) if not is_loopback(host)] if there else []
+    use = f"give other hosts MASTER_ADDR={outward[0]}" if outward else ""
     if not addresses:
-        return Finding(
-            "look",
-            "own name",
-            f"{name} can't be resolved",
-            "give MASTER_ADDR as an address, or add the name to /etc/hosts",
-        )
+        return Finding("look" if use else "ok", "own name", f"{name} can't be resolved", use)
     if all(is_loopback(a) for a in addresses):
-        advice = "other hosts must not get this name as MASTER_ADDR; use an address of the interface that they reach"
-        return Finding("look", "own name", f"{name} is {', '.join(addresses)}: loopback", advice)
+        found = f"{name} is {', '.join(addresses)}: loopback, which other hosts can't reach"
+        return Finding("look" if use else "ok", "own name", found, f"{use}, not this name" if use else "")
     return Finding("ok", "own name", f"{name} is {', '.join(addresses)}")
+
+
+def _interface(name: str, there: list[Interface]) -> Finding:
+    """All addresses of one interface. To leave it out is advised only where another one leads to other hosts."""
+    hosts = [i.host for i in there if i.name == name]
+    mtu = _read(f"/sys/class/net/{name}/mtu")
+    found = f"{', '.join(hosts)}, MTU {mtu or 'unknown'}"
+    if not mtu.isdigit() or int(mtu) >= ETHERNET_MTU or all(map(is_loopback, hosts)):
+        return Finding("ok", f"interface {name}", found)
+    try:
+        rest = [i for i in choose(f"^{name}", there) if not is_loopback(i.host)]
+    except ValueError:  # nothing would remain
+        rest = []
+    if not rest:
+        return Finding(
+            "ok", f"interface {name}", f"{found}: below Ethernet's {ETHERNET_MTU}, the only way to other hosts"
+        )
+    advice = f"if this is a tunnel, HOSTRING_INTERFACE=^{name} leaves it out; {rest[0].name} remains"
+    return Finding("look", f"interface {name}", f"{found}: below Ethernet's {ETHERNET_MTU}", advice)
 
 
 def _cores(world_size: int | None) -> Finding:
@@ -256,17 +108,39 @@ def _cores(world_size: int | None) -> Finding:
     limit = min(len(cores), quota) if quota is not None else len(cores)
     found = f"{len(cores)} usable" + (f", limited to {quota:g} by a control group" if quota is not None else "")
     if world_size is not None and world_size > limit:
-        return Finding(
-            "look",
-            "cores",
-            f"{found} for {world_size} ranks",
-            "ranks share cores: waiting sleeps instead of spinning, and takes longer",
-        )
+        advice = f"start at most {max(1, int(limit))} here: ranks that share a core wait longer for each other"
+        return Finding("look", "cores", f"{found} for {world_size} ranks", advice)
     return Finding("ok", "cores", found + ("" if world_size is None else f" for {world_size} ranks"))
+
+
+def _congestion_control(control: str, available: list[str]) -> Finding:
+    better = [name for name in _GOOD_CONTROLS if name in available]
+    if control in _GOOD_CONTROLS or not better:
+        return Finding("ok", "congestion control", control)
+    advice = _sysctl("tcp_congestion_control", better[0], "suits a switched LAN")
+    return Finding("look" if advice else "ok", "congestion control", control, advice)
+
+
+def _buffer(name: str, limits: list[str]) -> Finding:
+    found = f"{int(limits[-1]) >> 10} KiB"
+    if int(limits[-1]) >= LARGE_BUFFER_NBYTES:
+        return Finding("ok", f"largest TCP {name}", found)
+    value = " ".join([*limits[:-1], str(_ADVISED_BUFFER_NBYTES)])
+    advice = _sysctl(f"tcp_{name}", f"'{value}'", "lets large messages fill a fast or long link")
+    return Finding("look" if advice else "ok", f"largest TCP {name}", found, advice)
+
+
+def _sysctl(name: str, value: str, why: str) -> str:
+    """The command that sets a kernel setting; empty where it can't be set, as in most containers."""
+    try:
+        fixed = os.statvfs(f"{_IPV4}/{name}").f_flag & os.ST_RDONLY
+    except (OSError, AttributeError):
+        return ""
+    return "" if fixed else f"sysctl -w net.ipv4.{name}={value} {why}"
 
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from hostring.commands.cli import app
+from hostring.commands.doctor import _show
+from hostring.launch import doctor as checks
 from hostring.launch.cluster import Token
-from hostring.launch.doctor import Finding, Listener, check_host, check_peer, check_token
+from hostring.launch.doctor import Finding, check_host, check_token
+from hostring.launch.link_check import Listener, check_peer
+from hostring.transports import addresses
+from hostring.transports.addresses import Interface, choose, is_loopback
 
 
 @pytest.fixture
@@ -85,3 +92,65 @@ def test_the_command_fails_when_something_will_not_work(listener: Listener) -> N
     assert "round trip" in good.output
     bad = CliRunner().invoke(app, ["doctor", "--peer", "no-such-host.invalid:1"])
     assert bad.exit_code == 1
+
+
+HOSTS = {
+    "one interface": [Interface("lo", "127.0.0.1"), Interface("eth0", "192.0.2.2"), Interface("eth0", "fd00::2")],
+    "loopback alone": [Interface("lo", "127.0.0.1"), Interface("lo", "::1")],
+    "a tunnel": [Interface("lo", "127.0.0.1"), Interface("eth0", "192.0.2.2"), Interface("tun0", "10.8.0.2")],
+    "two tunnels": [Interface("tun0", "10.8.0.2"), Interface("tun0", "fe80::1%tun0"), Interface("tun1", "10.9.0.2")],
+    "names that begin alike": [Interface("en", "192.0.2.2"), Interface("en0", "192.0.2.3")],
+}
+
+
+@pytest.mark.parametrize("control", ["cubic", "vegas"])
+@pytest.mark.parametrize("world_size", [None, 1, 5])
+@pytest.mark.parametrize("there", HOSTS.values(), ids=HOSTS)
+def test_advice_can_be_followed_on_this_host_and_is_given_once(
+    there: list[Interface], world_size: int | None, control: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what would leave a host without a way to others, nothing is proposed."""
+    files = {"tcp_congestion_control": control, "tcp_available_congestion_control": "reno vegas"}
+    files |= {"tcp_rmem": "4096 200000 300000", "tcp_wmem": "4096 100 200"}
+    mtu = {
+        i.name: "65536" if i.name == "lo" else "1500" if i.name == "eth0" and len(there) == 3 else "1400" for i in there
+    }
+    read = lambda path: files.get(path.rsplit("/", 1)[-1]) or mtu.get(path.split("/")[-2], "")  # noqa: E731
+    monkeypatch.setattr(checks, "interfaces", lambda: there)
+    monkeypatch.setattr(checks, "_read", read)
+    monkeypatch.setattr(addresses, "interfaces", lambda: there)
+    monkeypatch.setattr(checks, "resolve", lambda name: ["127.0.0.1"])
+    found = list(check_host(world_size))
+    advised = [f.advice for f in found if f.advice]
+    assert len(set(advised)) == len(advised)
+    assert len({f.what for f in found}) == len(found)
+    assert all(bool(f.advice) == (f.verdict != "ok") for f in found)
+    for spec in [word for advice in advised for word in advice.split() if word.startswith("HOSTRING_INTERFACE=")]:
+        kept = choose(spec.removeprefix("HOSTRING_INTERFACE=").rstrip(","), there)
+        assert [i for i in kept if not is_loopback(i.host)], spec
+    for advice in advised:
+        for address in [word.rstrip(",") for word in advice.split() if word.startswith("MASTER_ADDR=")]:
+            assert address.removeprefix("MASTER_ADDR=") in [i.host for i in there if not is_loopback(i.host)]
+    text = " ".join(advised)
+    assert "tcp_congestion_control=cubic" not in text, "this kernel does not offer it"
+    assert ("tcp_congestion_control=reno" in text) == (control == "vegas")
+    assert "tcp_rmem='4096 200000 6291456'" in text
+    if len({i.name for i in there if not is_loopback(i.host)}) < 2:
+        assert "HOSTRING_INTERFACE" not in text
+
+
+def test_settings_that_can_t_be_changed_here_are_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = SimpleNamespace(f_flag=os.ST_RDONLY)
+    monkeypatch.setattr(os, "statvfs", lambda path: fixed)
+    monkeypatch.setattr(checks, "_read", lambda path: "4096 100 200" if path.endswith("mem") else "vegas")
+    assert not [f.advice for f in check_host(1) if "sysctl" in f.advice]
+
+
+def test_the_same_advice_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    _show([Finding("look", f"interface eth{n}", "10.0.0.1", "do this") for n in range(3)])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "look  interface eth0: 10.0.0.1",
+        "      -> do this",
+        *[f"look  interface eth{n}: 10.0.0.1" for n in (1, 2)],
+    ]
