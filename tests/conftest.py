@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import tempfile
@@ -21,6 +22,14 @@ hypothesis.settings.load_profile("hostring")
 # A script that runs in the background ignores SIGINT, and processes that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With HOSTRING_TEST_RERUNS=2, tests of the marker `faults` have three chances. All others have one."""
+    reruns = int(os.environ.get("HOSTRING_TEST_RERUNS", "0"))
+    for item in items:
+        if reruns and item.get_closest_marker("faults"):
+            item.add_marker(pytest.mark.flaky(reruns=reruns, reruns_delay=1))
 
 
 @pytest.fixture

@@ -115,6 +115,7 @@ def test_progress_names_who_is_missing(cluster: Cluster) -> None:
     assert seen[-1] == {0, 1, 2}
 
 
+@pytest.mark.faults
 def test_two_machines_join_from_the_command_line() -> None:
     def start(*args: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "hostring", "cluster", *args]

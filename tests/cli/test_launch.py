@@ -15,6 +15,8 @@ from mpis import mpi
 from hostring.launch.ranks import launch
 from hostring.launch.restarts import Rejoining
 
+pytestmark = pytest.mark.faults
+
 ADD_UP = """
 import sys
 import numpy as np

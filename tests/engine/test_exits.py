@@ -27,6 +27,8 @@ from hostring.group.group import connect
 from hostring.rendezvous import MemoryStore
 from hostring.tuning.agreement import open_session
 
+pytestmark = pytest.mark.faults
+
 SOON = 10.0  # seconds, on a busy machine; the deadlines of these groups are far beyond
 
 

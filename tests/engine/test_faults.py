@@ -38,6 +38,8 @@ from faulty import BY_PROCESS, FATAL, HARMLESS, TOPOLOGIES
 from hostring.store.server import StoreServer
 from hostring.transports.tcp import listen_at
 
+pytestmark = pytest.mark.faults
+
 PHASES = ("rendezvous", "hello", "idle", "first", "second")
 DETECTED = {"kill": "PeerLostError", "close": "PeerLostError", "reset": "PeerLostError", "truncated": "PeerLostError"}
 STALLED = {

@@ -26,6 +26,8 @@ from hostring.rendezvous import MemoryStore
 from hostring.store.server import StoreServer
 from hostring.transports.tcp import listen_at
 
+pytestmark = pytest.mark.faults
+
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0
 SECRET = "known to three"

@@ -186,6 +186,7 @@ def receive_spinning(link: Any, nbytes: int) -> bytes:
     return bytes(got)
 
 
+@pytest.mark.faults
 def test_a_killed_process_is_noticed_in_any_state(echo: Echo) -> None:
     echo.kill()
     started = time.monotonic()
@@ -197,6 +198,7 @@ def test_a_killed_process_is_noticed_in_any_state(echo: Echo) -> None:
         echo.link.send([b"x"])
 
 
+@pytest.mark.faults
 def test_a_killed_process_ends_a_sleep(echo: Echo) -> None:
     def sleep_until_lost() -> None:
         while True:
@@ -214,6 +216,7 @@ def test_a_killed_process_ends_a_sleep(echo: Echo) -> None:
     killer.join()
 
 
+@pytest.mark.faults
 def test_what_a_killed_process_had_sent_is_still_there(echo: Echo) -> None:
     assert echo.link.send([b"last words"]) == 10
     until(lambda: echo.link._words[echo.link._in] == 10, "the echo")

@@ -223,6 +223,7 @@ RANK = """
 """
 
 
+@pytest.mark.faults
 def test_a_killed_rank_is_named_and_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

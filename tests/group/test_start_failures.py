@@ -122,6 +122,7 @@ connect(from_environment(), neighbours=lambda rank, n: set(), contract={})
 """
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("where", ["rank 0 in the store", "rank 1 without a store", "ring"])
 def test_ctrl_c_ends_every_wait_of_the_start(where: str, tmp_path: Path) -> None:
     env = {

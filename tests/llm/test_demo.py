@@ -109,6 +109,7 @@ def test_mistakes_are_told_before_a_rank_is_started(tmp_path: Path, args: tuple[
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.faults
 def test_an_interrupted_demo_ends_as_one() -> None:
     command = [sys.executable, "-m", "hostring", "demo", "--chat", "--no-controls"]
     with subprocess.Popen(

@@ -22,6 +22,8 @@ import hostring
 from hostring.integrations.llm import Sampling, load_model
 from hostring.integrations.llm.demo.job import BUNDLED
 
+pytestmark = pytest.mark.faults
+
 NOTICED = 2.0  # seconds from the death of a rank to the line that names it
 MANY = 240  # takes seconds, so that a rank can be ended in the middle
 GREEDY = ("--dtypes", "f32", "--temperature", "0")

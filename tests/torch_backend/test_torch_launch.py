@@ -18,6 +18,8 @@ from two_hosts import Hosts
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.faults
+
 
 def environment(**extra: str) -> dict[str, str]:
     """This process's, without what a launcher of the test run itself may have set."""
