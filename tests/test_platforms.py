@@ -20,7 +20,7 @@ def test_text_files_in_place_of_links_are_explained_in_one_line(tmp_path: Path, 
     copy = tmp_path / "hostring"
     ignored = shutil.ignore_patterns("transports", "integrations", "__pycache__")
     shutil.copytree(PACKAGE, copy, ignore=ignored)
-    (copy / name).write_text(f"../{name}")
+    (copy / name).write_text(f"../{name}", encoding="utf-8")
     code = "import hostring"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     last = done.stderr.strip().splitlines()[-1]
