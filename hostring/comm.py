@@ -41,7 +41,6 @@ class Comm:
         self.order, self.wire, self.topology = session.order, session.wire, session.topology
         self.counters, self.recorder = session.counters, session.recorder
         self._reductions, self._movements = Reductions(session), Movements(session)
-        self._coalesced, self._postings = Coalesced(session, self._reductions), Postings(session)
 
     @property
     def timeout(self) -> float:
@@ -119,7 +118,8 @@ class Comm:
         """
         arrays = list(xs)
         dtype = joint_dtype(arrays, op)
-        return self._call("all_reduce", async_op, self._coalesced.all_reduce, arrays, dtype, op, timeout)
+        coalesced = Coalesced(self.session, self._reductions)
+        return self._call("all_reduce", async_op, coalesced.all_reduce, arrays, dtype, op, timeout)
 
     def reduce(self, x: Any, root: int = 0, op: str = "sum", *, async_op: bool = False, timeout: Seconds = None) -> Any:
         """Like `all_reduce`, but only `root` gets the result; `x` of the others is left as it is and returned."""
@@ -216,7 +216,7 @@ class Comm:
 
         Two ranks may both send first. Returns None, or a `Work` with `async_op`, which progresses without `wait`.
         """
-        return self._postings.send(x, dst, tag, async_op, timeout)
+        return Postings(self.session).send(x, dst, tag, async_op, timeout)
 
     def recv(
         self, x: Any, src: int | None = None, tag: int = 0, *, async_op: bool = False, timeout: Seconds = None
@@ -229,7 +229,7 @@ class Comm:
         Raises:
             CollectiveMismatch: the message has another number of elements, or a dtype that `x` can't take.
         """
-        return self._postings.recv(x, src, tag, async_op, timeout)
+        return Postings(self.session).recv(x, src, tag, async_op, timeout)
 
     def split(
         self, color: int | None, key: int | None = None, *, topology: str | None = None, order: str | None = None

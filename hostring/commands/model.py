@@ -79,7 +79,7 @@ def demo(
     By default two ranks, one computing in float16 and one in bfloat16, continue a text with the bundled model. A rank
     that dies while more prompts are to come is started again. The exit code is 1 when an answer broke off.
     """
-    from hostring.topologies import check_order
+    from hostring.topologies.rules import check_order
 
     order = _order(topology)
     check_order(topology, order)

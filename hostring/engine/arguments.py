@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from hostring.arrays.dtypes import DType, check_op
-from hostring.arrays.staging import adapter_for
+from hostring.arrays.staging import ADAPTERS, adapter_for
 
 
 def check_reduction(x: Any, op: str, root: Any = 0, world_size: int = 1) -> DType:
     """The dtype of `x`. Raises `TypeError` or `ValueError` where it can't be reduced by `op`, or to `root`."""
     check_rank(root, "root", world_size)
-    dtype = adapter_for(x).dtype(x)
+    dtype = (ADAPTERS.get(type(x)) or adapter_for(x)).dtype(x)
     check_op(op, dtype)
     return dtype
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Final, Protocol
 
 from hostring.errors import GroupClosedError
 from hostring.transports.link import Link
@@ -22,12 +22,8 @@ class Inherited(Protocol):
         """Called in a forked child."""
 
 
-_watched: weakref.WeakSet[Inherited] = weakref.WeakSet()
-
-
-def watch(session: Inherited) -> None:
-    """Call `session.leave_to_parent()` in every child that is forked from now on."""
-    _watched.add(session)
+inherited: Final[weakref.WeakSet[Inherited]] = weakref.WeakSet()
+"""Told in every child that is forked from now on. Groups add themselves."""
 
 
 def refusal(rank: int) -> GroupClosedError:
@@ -51,7 +47,7 @@ def release(links: Iterable[Link]) -> None:
 
 
 def _in_child() -> None:
-    for session in list(_watched):
+    for session in list(inherited):
         session.leave_to_parent()
 
 

@@ -7,7 +7,18 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
-from hostring.arrays.dtypes import CODES, COMPLEX_KIND, FLOAT32, FLOAT_KIND, DType, kind_code, unit_of, wire_dtype
+from hostring.arrays.dtypes import (
+    BLOCK,
+    CODES,
+    COMPLEX_KIND,
+    FLOAT32,
+    FLOAT_KIND,
+    MXINT8,
+    WIRES,
+    DType,
+    kind_code,
+    wire_dtype,
+)
 from hostring.arrays.fold import fold_functions, narrow_sum
 from hostring.engine.binding import SideMemory
 from hostring.engine.choice import Choice, Tuner
@@ -51,7 +62,7 @@ class Planner:
         self._scratch = bytearray()
         self._sides = SideMemory()
         self._results = SideMemory() if wire == "float32" else None
-        self._unit = unit_of(wire)
+        self._unit = BLOCK if WIRES[wire] == MXINT8 else 1  # elements of a contribution that are rounded together
 
     @property
     def memory_held(self) -> int:
@@ -207,7 +218,8 @@ class Planner:
         Args:
             number: the same on all ranks, and of no other probe.
         """
-        call = Call("all_to_all", None, kind_code(dtype), self._order, schedule.data, number, epoch=self._epoch)
+        kind = FLOAT_KIND if dtype == FLOAT32 else CODES[dtype]
+        call = Call("all_to_all", None, kind, self._order, schedule.data, number, epoch=self._epoch)
         return self._bind(schedule, call, dtype, None)
 
     def drop(self) -> None:

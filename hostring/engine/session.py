@@ -69,7 +69,7 @@ class Session:
         self._closing = self._released = False  # released: links and store are given up
         self._lock = threading.Lock()
         if group.world_size > 1:
-            fork.watch(self)
+            fork.inherited.add(self)
 
     @property
     def memory_held(self) -> int:
@@ -81,7 +81,7 @@ class Session:
         state = self.closed or (f"failed: {self.control.cause}" if self.control.cause is not None else None)
         return (
             f"rank {self.rank} of {self.world_size}, order={self.order!r}, wire={self.wire!r}, "
-            f"topology={self.topology!r}, transport={self.group.transport!r}{', ' + state if state else ''}"
+            f"topology={self.topology!r}, transport={self.group.config.transport!r}{', ' + state if state else ''}"
         )
 
     def travels_as(self, dtype: DType) -> DType:
@@ -138,12 +138,6 @@ class Session:
             self.recorder.record((program.subject, self.seq, started, perf_counter(), 0.0, 0.0, culprit, (0, 0)))
         self.recorder.dump(str(cause))
         return fresh_copy(cause) if isinstance(exc, HostringError) else exc
-
-    def start_counting(self) -> None:
-        """Number the calls from 0, and forget what was counted so far."""
-        self.seq = 0
-        self.counters.forget()
-        self.recorder.forget()
 
     # ------------------------------------------------------------------ the end
 

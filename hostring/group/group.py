@@ -137,11 +137,6 @@ class Group:
     _linked: bool = True
 
     @property
-    def transport(self) -> str:
-        """As `hostring.init` took it."""
-        return self.config.transport
-
-    @property
     def links(self) -> list[Link]:
         """All links of all kinds."""
         return [*self.data.values(), *self.control.values(), *self.p2p.values()]

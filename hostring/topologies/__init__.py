@@ -76,27 +76,6 @@ TOPOLOGIES: Final[dict[str, Topology]] = {
 }
 
 
-def check_order(topology: str, order: str) -> None:
-    """Refuse a pair that can't hold, naming what can.
-
-    Raises:
-        ValueError: unknown name, or no variant of `topology` folds in `order`.
-    """
-    if order not in ORDERS:
-        raise ValueError(f"order={order!r} is unknown; use one of {', '.join(ORDERS)}")
-    if topology == "auto":
-        return
-    if topology not in TOPOLOGIES:
-        raise ValueError(f"topology={topology!r} is unknown; use auto or one of {', '.join(TOPOLOGIES)}")
-    if not TOPOLOGIES[topology].variants_for(order):
-        able = [name for name, t in TOPOLOGIES.items() if t.variants_for(order)]
-        held = [o for o in ORDERS if TOPOLOGIES[topology].variants_for(o)]
-        raise ValueError(
-            f"order={order!r} can't be held by topology={topology!r}; "
-            f"use order={' or '.join(map(repr, held))}, or topology {', '.join(able)}"
-        )
-
-
 def schedule_name(code: int) -> str:
     """The name of a schedule from its number in frames: "mesh/one_shot"; of another collective's, "mesh"."""
     topology = next((t for t in TOPOLOGIES.values() if t.code == code >> 8), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from hostring.topologies.routes import Builder, Place, Share, Transfer, contribute, move
+from hostring.topologies.routes import Builder, Place, Share, Transfer, contribute, contributed, move, moved
 from hostring.topologies.schedule import DATA, OUT, Range, Schedule, offsets
 
 WHOLE: Final = 1 << 62  # a segment length that never splits: on a direct link, data that only moves needs no pipelining
@@ -29,9 +29,7 @@ def _to_all_of(place: Place, n_elements: int, order: str, segment: int, owners: 
     # The "ring" order starts elsewhere in each chunk.
     parts = [(0, n_elements)] if order != "ring" else place.chunks(n_elements)
     shares = [Share(a, b, {r: Range(DATA, a, b) for r in owners}, c + 1) for c, (a, b) in enumerate(parts)]
-    build = Builder()
-    contribute(place, build, shares, order, segment)
-    return build.schedule(n_elements)
+    return contributed(place, shares, order, segment, n_elements)
 
 
 def owned(place: Place, n_elements: int, order: str, segment: int, owners: Sequence[tuple[int, int, int]]) -> Schedule:
@@ -68,63 +66,52 @@ def reduce(place: Place, n_elements: int, order: str, segment: int, root: int) -
 
 def reduce_scatter(place: Place, counts: Sequence[int], order: str, segment: int) -> Schedule:
     """Rank c folds chunk c of everybody's `DATA` into its `OUT`. Chunks have `counts` elements."""
-    build = Builder()
     shares = [Share(a, b, {c: Range(OUT, 0, b - a)}, c + 1) for c, (a, b) in enumerate(offsets(counts))]
-    contribute(place, build, shares, order, segment)
-    return build.schedule(sum(counts), counts[place.rank])
+    return contributed(place, shares, order, segment, sum(counts), counts[place.rank])
 
 
 def broadcast(place: Place, n_elements: int, segment: int, root: int) -> Schedule:
     """`DATA` of `root` goes to `DATA` of all."""
-    build = Builder()
     whole = Range(DATA, 0, n_elements)
-    move(place, build, [Transfer(root, whole, {r: whole for r in range(place.world_size) if r != root})], segment)
-    return build.schedule(n_elements)
+    transfers = [Transfer(root, whole, {r: whole for r in range(place.world_size) if r != root})]
+    return moved(place, transfers, segment, n_elements)
 
 
 def all_gather(place: Place, counts: Sequence[int], segment: int) -> Schedule:
     """`DATA` of rank r, `counts[r]` elements, goes to its place in `OUT` of all, in the order of ranks."""
-    build = Builder()
     places = offsets(counts)
     transfers = [
         Transfer(r, Range(DATA, 0, counts[r]), {q: Range(OUT, *places[r]) for q in range(place.world_size)})
         for r in range(place.world_size)
     ]
-    move(place, build, transfers, segment)
-    return build.schedule(counts[place.rank], sum(counts))
+    return moved(place, transfers, segment, counts[place.rank], sum(counts))
 
 
 def gather(place: Place, counts: Sequence[int], segment: int, root: int) -> Schedule:
     """`DATA` of rank r goes to its place in `OUT` of `root`."""
-    build = Builder()
     transfers = [
         Transfer(r, Range(DATA, 0, counts[r]), {root: Range(OUT, a, b)}) for r, (a, b) in enumerate(offsets(counts))
     ]
-    move(place, build, transfers, segment)
-    return build.schedule(counts[place.rank], sum(counts) if place.rank == root else 0)
+    return moved(place, transfers, segment, counts[place.rank], sum(counts) if place.rank == root else 0)
 
 
 def scatter(place: Place, counts: Sequence[int], segment: int, root: int) -> Schedule:
     """Chunk r of `DATA` of `root` goes to `OUT` of rank r."""
-    build = Builder()
     transfers = [
         Transfer(root, Range(DATA, a, b), {r: Range(OUT, 0, counts[r])}) for r, (a, b) in enumerate(offsets(counts))
     ]
-    move(place, build, transfers, segment)
-    return build.schedule(sum(counts) if place.rank == root else 0, counts[place.rank])
+    return moved(place, transfers, segment, sum(counts) if place.rank == root else 0, counts[place.rank])
 
 
 def all_to_all(place: Place, counts: Sequence[Sequence[int]], segment: int) -> Schedule:
     """Chunk q of `DATA` of rank r, `counts[r][q]` elements, goes to chunk r of `OUT` of rank q."""
-    build = Builder()
     n = place.world_size
     sent = [offsets(row) for row in counts]
     received = [offsets(counts[r][q] for r in range(n)) for q in range(n)]
     transfers = [
         Transfer(r, Range(DATA, *sent[r][q]), {q: Range(OUT, *received[q][r])}) for r in range(n) for q in range(n)
     ]
-    move(place, build, transfers, segment)
-    return build.schedule(sum(counts[place.rank]), sum(counts[r][place.rank] for r in range(n)))
+    return moved(place, transfers, segment, sum(counts[place.rank]), sum(counts[r][place.rank] for r in range(n)))
 
 
 def schedule_of(collective: str, place: Place, n_elements: int, detail: Any, order: str, segment: int) -> Schedule:

@@ -111,6 +111,13 @@ def move(place: Place, build: Builder, transfers: Iterable[Transfer], segment: i
                 build.send(start + depth[place.rank], child, held, result=result)
 
 
+def moved(place: Place, transfers: Iterable[Transfer], segment: int, data: int, out: int = 0) -> Schedule:
+    """A schedule of `transfers` alone, over a `DATA` and an `OUT` of so many elements."""
+    build = Builder()
+    move(place, build, transfers, segment)
+    return build.schedule(data, out)
+
+
 def _cut(r: Range, a: int, b: int) -> Range:
     return Range(r.buffer, r.start + a, r.start + b)
 
@@ -158,6 +165,13 @@ def contribute(place: Place, build: Builder, shares: Sequence[Share], order: str
                 build.fold(s + ways.longest - 1, into, expression(order, terms, share.ring_start))
         longest = max(longest, ways.longest)
     return longest
+
+
+def contributed(place: Place, shares: Sequence[Share], order: str, segment: int, data: int, out: int = 0) -> Schedule:
+    """A schedule in which `shares` are folded, and nothing else, over a `DATA` and an `OUT` of so many elements."""
+    build = Builder()
+    contribute(place, build, shares, order, segment)
+    return build.schedule(data, out)
 
 
 class _Ways:

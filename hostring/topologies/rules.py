@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final
 
-from hostring.topologies import TOPOLOGIES, check_order
+from hostring.arrays.fold import ORDERS
+from hostring.topologies import TOPOLOGIES
 
 TUNED: Final = (
     "all_reduce",
@@ -66,6 +68,7 @@ class Rules:
         return found
 
 
+@lru_cache(maxsize=64)
 def read_rules(text: str, order: str) -> Rules:
     """Read a topology string.
 
@@ -87,6 +90,27 @@ def read_rules(text: str, order: str) -> Rules:
     check_order(links or "auto", order)
     plain = links in ("", "auto")
     return Rules("mesh" if plain else links, not plain, ways)
+
+
+def check_order(topology: str, order: str) -> None:
+    """Refuse a pair that can't hold, naming what can.
+
+    Raises:
+        ValueError: unknown name, or no variant of `topology` folds in `order`.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r} is unknown; use one of {', '.join(ORDERS)}")
+    if topology == "auto":
+        return
+    if topology not in TOPOLOGIES:
+        raise ValueError(f"topology={topology!r} is unknown; use auto or one of {', '.join(TOPOLOGIES)}")
+    if not TOPOLOGIES[topology].variants_for(order):
+        able = [name for name, t in TOPOLOGIES.items() if t.variants_for(order)]
+        held = [o for o in ORDERS if TOPOLOGIES[topology].variants_for(o)]
+        raise ValueError(
+            f"order={order!r} can't be held by topology={topology!r}; "
+            f"use order={' or '.join(map(repr, held))}, or topology {', '.join(able)}"
+        )
 
 
 def _read_choice(collective: str, choice: str, order: str, text: str) -> tuple[Way, ...]:
@@ -121,7 +145,7 @@ def _ways(collective: str, name: str, order: str, text: str) -> list[Way]:
 def _all_ways(collective: str, order: str) -> list[Way]:
     if collective != "all_reduce":
         return [(name, "") for name in TOPOLOGIES]
-    return [(t.name, variant) for t in TOPOLOGIES.values() for variant in t.variants_for(order)]
+    return [(t.name, variant) for t in TOPOLOGIES.values() for variant, v in t.variants.items() if order in v.orders]
 
 
 def _has_links(links: str, topology: str, world_size: int) -> bool:

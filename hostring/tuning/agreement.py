@@ -23,6 +23,7 @@ from hostring.engine.session import Session
 from hostring.errors import HostringError
 from hostring.group.group import Group
 from hostring.topologies.collectives import WHOLE, broadcast
+from hostring.topologies.routes import Place
 from hostring.tuning.defaults import default_table
 from hostring.tuning.tables import Tuning, load, tuning_path
 
@@ -55,7 +56,8 @@ def agree(session: Session) -> None:
         *decision, tuning = _decide(session)
         packed = msgpack.packb(decision)
         record[: len(packed)] = np.frombuffer(packed, np.uint8)
-    schedule = broadcast(session.tuner.topology.place(session.rank, session.world_size), record.size, WHOLE, 0)
+    place = Place(session.rank, session.world_size, session.tuner.topology.next_hop)
+    schedule = broadcast(place, record.size, WHOLE, 0)
     program = session.planner.probe(schedule, 0, record.dtype)
     session.run(program, Buffers(record, record[:0]), None, perf_counter(), count=False)
     unpacker = msgpack.Unpacker()
@@ -70,7 +72,9 @@ def agree(session: Session) -> None:
         share(session, tune(session, measured=False))
     elif session.rank == 0:
         _explain(session, tuning)
-    session.start_counting()
+    session.seq = 0  # the calls are counted from here on
+    session.counters.forget()
+    session.recorder.forget()
 
 
 def share(session: Session, tuning: Tuning) -> None:

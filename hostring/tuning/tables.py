@@ -178,7 +178,7 @@ def tuning_path(session: Session) -> Path:
     who = [
         (m.hostname, stacks.setdefault(m.net_id, len(stacks))) if m is not None else ("?", -1) for m in group.peer_infos
     ]
-    key = json.dumps([who, group.transport, session.tuner.topology.name])
+    key = json.dumps([who, group.config.transport, session.tuner.topology.name])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "hostring" / f"tuning-{session.world_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 

@@ -8,8 +8,8 @@ from oracle import COMBINATIONS, HELD
 
 from hostring.arrays.fold import expression
 from hostring.engine.frames import Call, decode
-from hostring.topologies import check_order
 from hostring.topologies.proof import certify_all_reduce, combinations, contribution, declared
+from hostring.topologies.rules import check_order
 
 SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 33)  # nothing, fewer than ranks, odd, and around the borders of segments
 
