@@ -6,11 +6,12 @@ from datetime import timedelta
 from typing import Any
 
 import hostring
-from hostring.integrations.torch_pg import torch_versions
+from hostring.integrations.torch_pg import ddp_verification, torch_versions
 from hostring.integrations.torch_pg.async_work import CommWork
 from hostring.integrations.torch_pg.process_group import ProcessGroup
 
 torch_versions.hide_from_compiler(ProcessGroup, CommWork)
+ddp_verification.tell_all_ranks()
 
 
 def create(where: Any, options: Any) -> Any:

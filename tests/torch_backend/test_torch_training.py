@@ -87,6 +87,30 @@ def test_ddp_is_bit_identical_whatever_the_topology(world_size):
             assert all(torch.equal(x, y) for x, y in zip(p, q, strict=True))
 
 
+def _unlike(group, kind):
+    """Rank 1 builds DDP over other parameters: the error of each rank's constructor."""
+    net = {"shape": nn.Linear(3, 4 if group.rank == 1 else 2), "number": nn.Linear(3, 2, bias=group.rank != 1)}[kind]
+    try:
+        nn.parallel.DistributedDataParallel(net)
+    except RuntimeError as exc:
+        return str(exc)
+    return "no error"
+
+
+@pytest.mark.parametrize("kind", ["shape", "number"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ddp_over_unlike_parameters_fails_on_every_rank(world_size, kind):
+    errors = pool.run(world_size, _unlike, kind)
+    for rank, words in enumerate(errors):
+        if kind == "number":
+            assert "expects same model across all ranks" in words
+        elif rank == 1:
+            assert "appears not to match sizes of the same param in process 0" in words
+        else:
+            assert "DDP: rank 1 brought other parameters" in words
+            assert "[4, 3]" in words
+
+
 def _join(group):
     from torch.distributed.algorithms.join import Join
 
