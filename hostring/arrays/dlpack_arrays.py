@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -40,17 +41,23 @@ class DLPackAdapter(Adapter):
 
     def _on_host(self, x: Any) -> Array:
         """The values of `x`, in its own dtype or, where its library keeps that to itself, in float32."""
-        for read in (np.from_dlpack, np.asarray):
+        library = _namespace(x)
+        reason: Exception | None = None
+        readers: list[Callable[[Any], Array]] = [np.from_dlpack, np.asarray]
+        if wire_dtype(self.dtype(x)) == FLOAT32 and hasattr(x, "astype") and hasattr(library, "float32"):
+            readers.append(lambda x: np.asarray(x.astype(library.float32)))  # exact
+        for read in readers:
             try:
-                values: Array = read(x)
-            except _NO_EXCHANGE:  # another device, or a dtype that one of the two libraries doesn't know
+                values = read(x)
+            except _NO_EXCHANGE as exc:  # another device, or a dtype that one of the two libraries doesn't know
+                reason = exc
                 continue
             if values.dtype in CODES:
                 return values
-        library = _namespace(x)
-        if wire_dtype(self.dtype(x)) == FLOAT32 and hasattr(x, "astype") and hasattr(library, "float32"):
-            return np.asarray(x.astype(library.float32))  # exact
-        raise TypeError(f"{type(x).__qualname__} can't be read on the host; register an adapter")
+        kind = type(x)
+        raise TypeError(
+            f"{kind.__module__}.{kind.__qualname__} can't be read on the host ({reason}); register an adapter"
+        ) from reason
 
 
 def _namespace(x: Any) -> Any:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+
+from hostring.arrays.adapter import Adapter
+from hostring.arrays.dtypes import Array
 
 
 def overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> int:
@@ -42,3 +46,18 @@ def _distinct(dims: list[tuple[int, int]], itemsize: int) -> bool:
         places = (places[:, None] + stride * np.arange(n)).reshape(-1)
     places.sort()
     return bool((np.diff(places) >= itemsize).all())
+
+
+def check_held(adapter: Adapter, host: Array, x: Any) -> None:
+    """Raise `ValueError` unless each element of `x`, into which `host` was unstaged, has got its own value."""
+    if not adapter.overlap(x):
+        return
+    dtype = adapter.dtype(x)
+    got, wanted = np.empty(host.size, dtype), np.empty(host.size, dtype)
+    adapter.stage(x, got)
+    adapter.stage(adapter.unstage(host, x, tuple(x.shape)), wanted)
+    if got.tobytes() != wanted.tobytes():
+        raise ValueError(
+            "elements of this array share memory, as in an expanded tensor, and got different values; "
+            "pass an array with memory of its own, such as a copy"
+        )

@@ -25,6 +25,7 @@ class TorchAdapter(Adapter):
     def __init__(self) -> None:
         torch = sys.modules["torch"]
         self._torch: Any = torch
+        self._strided = torch.strided
         self._numpy_of = {getattr(torch, name): dtype for name, dtype in BY_NAME.items() if hasattr(torch, name)}
         self._plain = (torch.Tensor, torch.nn.Parameter)
         self._over: dict[tuple[int, Any], tuple[Array, Any]] = {}
@@ -40,7 +41,7 @@ class TorchAdapter(Adapter):
         dtype = self._numpy_of.get(x.dtype)
         if dtype is None:
             raise TypeError(f"dtype {x.dtype} can't travel; use one of {', '.join(BY_NAME)}")
-        if x.layout is not self._torch.strided:
+        if x.layout is not self._strided:
             raise TypeError(f"a tensor of layout {x.layout} can't travel; use to_dense()")
         if hasattr(x, "to_local"):
             raise TypeError(f"a {type(x).__name__} can't travel: each rank holds a part of it; pass x.to_local()")
@@ -51,7 +52,9 @@ class TorchAdapter(Adapter):
         return dtype
 
     def view(self, x: Any) -> Array | None:
-        if not x.is_cpu or not x.is_contiguous() or type(x) not in self._plain or x.is_neg() or x.is_nested:
+        if not x.is_cpu or x.layout is not self._strided or not x.is_contiguous() or x.is_neg() or x.is_nested:
+            return None
+        if type(x) not in self._plain:
             return None
         dtype = self._numpy_of.get(x.dtype)
         if dtype is None or (dtype.kind == "c" and x.is_conj()):

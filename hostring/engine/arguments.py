@@ -52,13 +52,31 @@ def check_out(collective: str, out: Any, n_elements: int, dtype: DType) -> None:
         raise TypeError(f"{collective}: out is {theirs}, the result is {dtype}; pass an out of that dtype")
     if math.prod(out.shape) != n_elements:
         raise ValueError(f"{collective}: out has {math.prod(out.shape)} elements, the result has {n_elements}")
+    if not adapter_for(out).writable(out):
+        kind = f"{type(out).__module__}.{type(out).__qualname__}"
+        raise TypeError(
+            f"{collective}: out can't be written, since it is a read-only or immutable {kind}; "
+            "pass a writable array, or no out, and use what is returned"
+        )
+    check_places(collective, "out", out)
+
+
+def check_places(call: str, name: str, x: Any) -> None:
+    """Refuse an array with fewer places in memory than elements, where others send a value for each element."""
+    if adapter_for(x).overlap(x):
+        raise ValueError(
+            f"{call}: elements of {name} share memory, as in an expanded tensor, and can't hold different values; "
+            f"pass an array with memory of its own, such as a copy"
+        )
 
 
 def rows_of(x: Any, counts: Sequence[int] | None, world_size: int) -> list[int]:
     """Rows of `x` for each rank. Raises `ValueError`: `counts` don't add up, or rows don't divide evenly."""
-    total = x.shape[0] if len(x.shape) else 0
+    if not len(x.shape):
+        raise TypeError("a 0-d array has no rows to divide over ranks; pass one of 1 or more dimensions")
+    total = x.shape[0]
     if counts is None:
-        if total % world_size or not len(x.shape):
+        if total % world_size:
             raise ValueError(
                 f"{total} rows don't divide evenly over {world_size} ranks; say by counts how many each gets"
             )

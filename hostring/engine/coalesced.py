@@ -12,7 +12,7 @@ import numpy as np
 from hostring.arrays.dtypes import FLOAT32, DType, check_op, wire_dtype
 from hostring.arrays.staging import adapter_for
 from hostring.engine.counters import STAGE
-from hostring.engine.reductions import Reductions
+from hostring.engine.reductions import Reductions, with_overlaps
 from hostring.engine.session import Session
 from hostring.topologies.schedule import batches
 
@@ -66,7 +66,12 @@ class Coalesced:
             if view is not None and view.dtype == dtype:
                 np.copyto(piece, view)
             else:
-                adapter.stage(x, piece)
+                self._session.stage(adapter, x, piece)
+        if any(view is None for view in views):
+            pairs = zip(adapters, arrays, views, strict=True)
+            detail = with_overlaps(
+                detail, [0 if view is not None else adapter.overlap(x) for adapter, x, view in pairs]
+            )
         phases[STAGE] += perf_counter() - started
         self._reductions.all_reduce(buffer, op, timeout, detail)
         started = perf_counter()
@@ -74,6 +79,6 @@ class Coalesced:
             if view is not None and view.dtype == dtype:
                 np.copyto(view, piece)
             else:
-                arrays[k] = adapter.unstage(piece, x)
+                arrays[k] = self._session.unstage(adapter, piece, x, agreed=True)
         phases[STAGE] += perf_counter() - started
         return arrays

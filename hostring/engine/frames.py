@@ -44,7 +44,7 @@ class Call:
 
     Attributes:
         kind: what the payload must be: the code of the wire dtype for a reduction, a `kind_code` for data that only moves.
-        detail: the root of a rooted collective, or a checksum of uneven counts, or 0.
+        detail: the root of a rooted collective, or a checksum of uneven counts or of a list's arrays, or 0.
         n_elements: of the whole buffer; of one rank's share where the shares are even.
         schedule: the code of topology and variant.
     """
@@ -120,7 +120,7 @@ class Header:
         if name in _ROOTED:
             words.append(f"root {self.detail}")
         elif self.detail:
-            words.append(f"counts {self.detail:08x}")
+            words.append(f"{'arrays' if name == 'all_reduce' else 'counts'} {self.detail:08x}")
         words.append(f"order {ORDERS[self.order] if self.order < len(ORDERS) else self.order}")
         return ", ".join(words)
 
@@ -130,7 +130,7 @@ class Header:
         "dtype": "dtype",
                     "op": "operator", "order": "order"}  # fmt: skip
         if self.collective == other.collective < len(COLLECTIVES):
-            in_words["detail"] = "root" if COLLECTIVES[self.collective] in _ROOTED else "counts"
+            in_words["detail"] = _detail_in_words(COLLECTIVES[self.collective])
         found = [words for field, words in in_words.items() if getattr(self, field) != getattr(other, field)]
         inside = [
             (field, getattr(self, field), getattr(other, field)) for field in ("schedule", "epoch", "round", "part")
@@ -148,6 +148,12 @@ class Header:
         if PAYLOADS.get(self.payload_dtype) == MXINT8:
             return "mxint8"
         return NAMES[self.payload_dtype] if self.payload_dtype < len(NAMES) else f"dtype code {self.payload_dtype}"
+
+
+def _detail_in_words(collective: str) -> str:
+    if collective == "all_reduce":
+        return "sizes of the arrays, or which of their elements share memory"
+    return "root" if collective in _ROOTED else "counts"
 
 
 def decode(header: bytes | bytearray | memoryview) -> Header | None:

@@ -56,7 +56,7 @@ class Movements:
         if view is not None or session.rank == root:
             return x
         before = perf_counter()
-        result = adapter.unstage(data.view(program.dtype), x)
+        result = session.unstage(adapter, data.view(program.dtype), x)
         session.counters.phases[STAGE] += perf_counter() - before
         return result
 
@@ -156,15 +156,15 @@ class Movements:
         if shape is None or flat is not None:
             return target
         if out is None:
-            return adapter.unstage(result.view(dtype), like, tuple(shape))
-        return adapter_for(out).unstage(result.view(dtype), out)
+            return session.unstage(adapter, result.view(dtype), like, tuple(shape))
+        return session.unstage(adapter_for(out), result.view(dtype), out)
 
     def _lend(self, adapter: Adapter, x: Any, view: Array | None) -> Array:
         """`x` as a flat host array in its own (carrier) dtype: its own memory where it has a view."""
         if view is None:
             view = self._session.memory.staging(math.prod(x.shape), adapter.dtype(x))
             adapter.reuse(x, view)
-            adapter.stage(x, view)
+            self._session.stage(adapter, x, view)
         return view.view(carrier(view.dtype))
 
     # ------------------------------------------------------------------ bytes and decisions

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hostring.arrays.staging import adapter_for
-from hostring.engine.arguments import check_peer, check_tag
+from hostring.engine.arguments import check_peer, check_places, check_tag
 from hostring.engine.session import Session
 
 
@@ -27,7 +27,7 @@ class Postings:
         dtype, view = adapter.dtype(x), adapter.view(x)
         data = np.empty(math.prod(x.shape), dtype) if view is None else view
         if view is None:
-            adapter.stage(x, data)
+            session.stage(adapter, x, data)
         seconds = session.timeout if timeout is None else timeout
         work = session.messenger.send(data, dst, tag, seconds, async_op, owner=x)
         return work if async_op else self._wait(work)
@@ -41,6 +41,8 @@ class Postings:
         session.check_alive()
         adapter = adapter_for(x)
         dtype, view = adapter.dtype(x), adapter.view(x)
+        if view is None:
+            check_places("recv", "x", x)
         data = np.empty(math.prod(x.shape), dtype) if view is None else view
         put_back = None if view is not None else lambda: adapter.unstage(data, x)
         seconds = session.timeout if timeout is None else timeout

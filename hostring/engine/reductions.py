@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Final
@@ -79,6 +80,8 @@ class Reductions:
         timeout: float | None, started: float,
     ) -> Any:  # fmt: skip
         wire, own = wire_dtype(dtype), self._session.travels_as(dtype)
+        if view is None:
+            detail = with_overlaps(detail, [adapter.overlap(x)])
         data, raw = self._stage(adapter, x, view, wire, own, in_place=True)
         program = self._session.planner.all_reduce(data.size, wire, op, None if raw is None else own, detail)
         if (direct := program.direct) is not None:
@@ -87,7 +90,9 @@ class Reductions:
             self._run_direct(direct, data, raw, timeout, staged)
         else:
             self._session.run(program, Buffers(data, NOTHING, raw), timeout, started)
-        return self._finish_in_place(data, x, op) if data is view else self._unstage(adapter, data, x, op)
+        if data is view:
+            return self._finish_in_place(data, x, op)
+        return self._unstage(adapter, data, x, op, agreed=True)
 
     def _run_direct(
         self, direct: Direct, data: Array, raw: Array | None, timeout: float | None, started: float
@@ -155,8 +160,8 @@ class Reductions:
         if op == "avg":
             divide(result, session.world_size)
         if out is None:
-            return adapter.unstage(result, x, (rows[rank], *x.shape[1:]))
-        return adapter_for(out).unstage(result, out)
+            return session.unstage(adapter, result, x, (rows[rank], *x.shape[1:]))
+        return session.unstage(adapter_for(out), result, out)
 
     # ------------------------------------------------------------------ to host memory and back
 
@@ -180,7 +185,7 @@ class Reductions:
         if view is not None and view.dtype == BFLOAT16:
             np.copyto(data, view)  # faster than any library's own
         else:
-            adapter.stage(x, data)
+            self._session.stage(adapter, x, data)
         if own != wire and adapter.dtype(x) == wire:
             return data, self._round(data, data.nbytes)
         return data, view.view(carrier(view.dtype)) if view is not None and view.dtype != wire else None
@@ -205,11 +210,11 @@ class Reductions:
             divide(data, self._session.world_size)
         return x
 
-    def _unstage(self, adapter: Adapter, data: Array, x: Any, op: str) -> Any:
+    def _unstage(self, adapter: Adapter, data: Array, x: Any, op: str, *, agreed: bool = False) -> Any:
         before = perf_counter()
         if op == "avg":
             divide(data, self._session.world_size)
-        result = adapter.unstage(data, x)
+        result = self._session.unstage(adapter, data, x, agreed=agreed)
         self._session.counters.phases[STAGE] += perf_counter() - before
         return result
 
@@ -217,3 +222,8 @@ class Reductions:
 def splits_blocks(own: DType, counts: Sequence[int]) -> bool:
     """Whether chunks of `counts` elements would cut the blocks that `own` consists of. They then travel as float32."""
     return own == MXINT8 and any(start % BLOCK for start, stop in offsets(counts) if start < stop)
+
+
+def with_overlaps(detail: int | None, overlaps: Sequence[int]) -> int | None:
+    """`detail`, and which elements of this rank's arrays share memory: a sum that some rank can't hold is a mismatch on all."""
+    return zlib.crc32(repr((detail, overlaps)).encode()) or 1 if any(overlaps) else detail

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, Final
 
-from hostring.arrays.dtypes import FLOAT32, WIRES, DType
+from hostring.arrays.adapter import Adapter
+from hostring.arrays.dtypes import FLOAT32, WIRES, Array, DType
+from hostring.arrays.overlaps import check_held
 from hostring.engine import fork
 from hostring.engine.binding import Buffers
 from hostring.engine.causes import fresh_copy
@@ -112,6 +114,29 @@ class Session:
         """Count a call of a group of one rank, which moves nothing."""
         self.check_alive()
         self.counters.calls[collective] += 1
+
+    def stage(self, adapter: Adapter, x: Any, host: Array) -> None:
+        """Copy `x` into `host`. What an adapter raises here ends the group: other ranks may be in this call already."""
+        try:
+            adapter.stage(x, host)
+        except BaseException as exc:
+            raise self.fail(exc) from exc
+
+    def unstage(
+        self, adapter: Adapter, host: Array, x: Any, shape: tuple[int, ...] | None = None, *, agreed: bool = False
+    ) -> Any:
+        """Bring `host` back, as `Adapter.unstage` does.
+
+        Args:
+            agreed: all ranks know which elements of `x` share memory; otherwise these must have got equal values.
+        """
+        try:
+            result = adapter.unstage(host, x, shape)
+            if shape is None and not agreed:
+                check_held(adapter, host, x)
+            return result
+        except BaseException as exc:
+            raise self.fail(exc) from exc
 
     def check_alive(self) -> None:
         """Raises: HostringError, when the group has failed or was closed."""

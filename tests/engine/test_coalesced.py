@@ -170,7 +170,7 @@ def test_what_can_not_be_folded_together_is_refused_and_the_group_goes_on(run_ra
 @pytest.mark.parametrize("options", [{}, {"wire": "mxint8"}])
 def test_lists_of_other_lengths_are_a_mismatch_on_all_ranks(run_ranks, lists, options):
     def calls(comm):
-        with pytest.raises(CollectiveMismatch, match=r"they differ in: .*counts"):
+        with pytest.raises(CollectiveMismatch, match=r"they differ in: .*sizes of the arrays"):
             comm.all_reduce_coalesced([np.ones(size, np.float32) for size in lists[comm.rank]])
         return True
 

@@ -1,0 +1,352 @@
+"""Every kind of numpy array and torch tensor, in every layout, through every sort of collective, against plain numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import bits, fold_in_order, host, rank_distinct
+
+torch = pytest.importorskip("torch")
+
+SHAPE = (4, 6)
+
+
+class Tagged(np.ndarray):
+    """A subclass that keeps its type, and its two dimensions, through everything that numpy does with it."""
+
+    def ravel(self, order: Any = "C") -> Any:
+        return self
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __array_finalize__(self, parent: Any) -> None:
+        self.tag = getattr(parent, "tag", "mine")
+
+
+def memmap(x: np.ndarray, folder: Any, mode: str = "w+") -> np.memmap:
+    mapped = np.memmap(
+        folder / f"{x.dtype.str[1:]}{np.random.default_rng().integers(1 << 62)}", x.dtype, "w+", shape=x.shape
+    )
+    mapped[...] = x
+    mapped.flush()
+    return mapped if mode == "w+" else np.memmap(mapped.filename, x.dtype, mode, shape=x.shape)
+
+
+def unaligned(x: np.ndarray) -> np.ndarray:
+    memory = np.zeros(x.nbytes + 1, np.uint8)
+    view = memory[1:].view(x.dtype) if x.itemsize == 1 else np.frombuffer(memory.data, x.dtype, x.size, 1)
+    view = view.reshape(x.shape)
+    view[...] = x
+    return view
+
+
+def read_only(x: np.ndarray) -> np.ndarray:
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+KINDS: dict[str, Any] = {
+    "ndarray": lambda x, folder: x.copy(),
+    "matrix": lambda x, folder: np.matrix(x, copy=True),
+    "recarray": lambda x, folder: x.copy().view(np.recarray),
+    "a subclass that lies": lambda x, folder: x.copy().view(Tagged),
+    "memmap": memmap,
+    "read-only memmap": lambda x, folder: memmap(x, folder, "r"),
+    "big-endian": lambda x, folder: x.astype(x.dtype.newbyteorder(">")),
+    "unaligned": lambda x, folder: unaligned(x),
+    "read-only": lambda x, folder: read_only(x),
+}
+
+LAYOUTS: dict[str, Any] = {
+    "C": lambda x: x,
+    "Fortran": lambda x: np.asarray(x).copy("F").view(type(x)) if x.flags.writeable and x.dtype.isnative else x.T,
+    "transposed": lambda x: x.T,
+    "negative strides": lambda x: x[::-1, ::-1],
+    "every second": lambda x: x[::2, ::2],
+    "a column": lambda x: x[:, 1:2],
+    "empty": lambda x: x[:0],
+    "one element": lambda x: x[1:2, 2:3],
+}
+
+
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_numpy_arrays(run_ranks, tmp_path, kind, layout):
+    def made(comm: Any, dtype: Any, rank: int | None = None) -> Any:
+        rank = comm.rank if rank is None else rank
+        values = rank_distinct(3, 24, dtype)[rank].reshape(SHAPE)
+        return LAYOUTS[layout](KINDS[kind](values, tmp_path))
+
+    def plain(dtype: Any, rank: int) -> np.ndarray:
+        return np.asarray(
+            LAYOUTS[layout](KINDS[kind](rank_distinct(3, 24, dtype)[rank].reshape(SHAPE), tmp_path))
+        ).astype(dtype)
+
+    def in_place(x: Any, result: Any) -> bool:
+        return result is x if x.flags.writeable else result is not x
+
+    def body(comm: Any) -> Any:
+        for dtype in (np.float32, np.float16):
+            rows = [plain(dtype, r) for r in range(3)]
+            x = made(comm, dtype)
+            total = comm.all_reduce(x)
+            assert in_place(x, total)
+            wide = [row.astype(np.float32).reshape(-1) for row in rows]
+            with np.errstate(all="ignore"):
+                expected = fold_in_order("rank", wide).astype(dtype)
+            assert np.asarray(total).astype(dtype).tobytes() == expected.tobytes(), "all_reduce"
+            x = made(comm, dtype)
+            got = comm.broadcast(x, 1)
+            assert comm.rank == 1 or in_place(x, got)
+            assert bits(np.asarray(got).astype(dtype)) == bits(rows[1]), "broadcast"
+            assert bits(comm.all_gather(made(comm, dtype))) == bits(np.stack(rows)), "all_gather"
+            out = np.zeros((3, *rows[0].shape), dtype).view(Tagged)
+            assert comm.all_gather(made(comm, dtype), out=out) is out
+            assert bits(np.asarray(out)) == bits(np.stack(rows))
+            if comm.rank == 0:
+                comm.send(made(comm, dtype), 2, timeout=5.0)
+            if comm.rank == 2:
+                x = made(comm, dtype)
+                got = comm.recv(x, 0, timeout=5.0)
+                assert in_place(x, got)
+                assert bits(np.asarray(got).astype(dtype)) == bits(rows[0]), "recv"
+        return True
+
+    assert run_ranks(3, body) == [True] * 3
+
+
+def test_an_array_of_no_dimensions(run_ranks):
+    def body(comm: Any) -> Any:
+        kinds = [np.array(comm.rank + 1.0), np.array(comm.rank + 1.0).view(Tagged), np.float32(comm.rank + 1)]
+        sums = [comm.all_reduce(x) for x in kinds]
+        assert all(np.ndim(s) == 0 for s in sums)
+        return [float(s) for s in sums], comm.all_gather(np.array(comm.rank, np.int64).view(Tagged)).tolist()
+
+    assert run_ranks(3, body) == [([6.0] * 3, [0, 1, 2])] * 3
+
+
+REFUSED: dict[str, Any] = {
+    "masked": (lambda: np.ma.masked_array(np.ones(3), mask=[1, 0, 0]), "mask.*filled"),
+    "structured": (lambda: np.zeros(3, [("a", np.float32)]), "can't travel"),
+    "records": (lambda: np.zeros(3, [("a", np.float32)]).view(np.recarray), "can't travel"),
+    "objects": (lambda: np.array([1, "x"], object), "can't travel"),
+    "text": (lambda: np.array(["x"]), "can't travel"),
+    "dates": (lambda: np.array(["2026-01-01"], "datetime64[D]"), "can't travel"),
+    "long double": (lambda: np.ones(3, np.longdouble), "can't travel"),
+    "a list": (lambda: [1.0, 2.0], "numpy array"),
+    "meta": (lambda: torch.ones(3, device="meta"), "meta.*no values"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+    "sparse": (lambda: torch.ones(3).to_sparse(), "to_dense"),
+    "sparse rows": (lambda: torch.ones(3, 3).to_sparse_csr(), "to_dense"),
+    "fake": (lambda: fake_tensor(), "fake.*no values"),
+}
+
+
+def fake_tensor() -> Any:
+    with torch._subclasses.FakeTensorMode():
+        return torch.ones(3)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_can_not_travel_is_refused_by_name_before_anything_is_sent(run_ranks, kind):
+    make, words = REFUSED[kind]
+
+    def body(comm: Any) -> Any:
+        calls = {
+            "all_reduce": comm.all_reduce,
+            "reduce": comm.reduce,
+            "reduce_scatter": comm.reduce_scatter,
+            "broadcast": comm.broadcast,
+            "all_gather": comm.all_gather,
+            "gather": comm.gather,
+            "all_to_all": comm.all_to_all,
+            "send": lambda x: comm.send(x, 1 - comm.rank),
+            "recv": lambda x: comm.recv(x, 1 - comm.rank),
+            "coalesced": lambda x: comm.all_reduce_coalesced([np.ones(3), x]),
+        }
+        for call in calls.values():
+            with pytest.raises(TypeError, match=words):
+                call(make())
+        with pytest.raises(TypeError, match=words):
+            comm.all_gather(np.ones(3, np.float32), out=make())
+        return comm.all_reduce(np.ones(2)).tolist()
+
+    assert run_ranks(2, body) == [[2.0, 2.0]] * 2
+
+
+# ---------------------------------------------------------------------- elements that share memory
+
+
+def expanded(values: np.ndarray, library: str, how: str) -> Any:
+    """3 x 4 elements over the memory of a few."""
+    if library == "numpy":
+        base = values.copy()
+        shapes = {
+            "one for all": (base[:1], (0, 0)),
+            "a row for all": (base[:4], (0, base.itemsize)),
+            "a column for all": (base[:3], (base.itemsize, 0)),
+            "windows": (base[:6], (base.itemsize, base.itemsize)),
+        }
+        memory, strides = shapes[how]
+        return np.lib.stride_tricks.as_strided(memory, (3, 4), strides)
+    base = torch.from_numpy(values.copy())
+    return {
+        "one for all": lambda: base[:1].expand(3, 4),
+        "a row for all": lambda: base[:4].expand(3, 4),
+        "a column for all": lambda: base[:3, None].expand(3, 4),
+        "windows": lambda: base[:6].as_strided((3, 4), (1, 1)),
+    }[how]()
+
+
+HOW = ("one for all", "a row for all", "a column for all", "windows")
+
+
+@pytest.mark.parametrize("order", ["rank", "ring"])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_elements_that_share_memory_are_reduced_right(run_ranks, library, how, order):
+    dtypes = (np.float32, np.float16)
+
+    def body(comm: Any) -> Any:
+        sums = []
+        for dtype in dtypes:
+            mine = [expanded(rank_distinct(3, 24, dtype)[comm.rank], library, how) for _ in range(4)]
+            x = mine[0]
+            assert comm.all_reduce(x) is x
+            sums.append(host(x).copy())
+            assert comm.all_reduce_coalesced([mine[1]])[0] is mine[1]
+            plain = host(x).copy() if comm.rank == 0 else np.zeros((3, 4), dtype)
+            both = comm.all_reduce_coalesced([mine[2], plain])
+            assert bits(both[0]) == bits(x) == bits(mine[1])
+            if order == "rank":
+                root, received = comm.reduce(mine[3], 1), comm.broadcast(mine[1], 2)
+                assert comm.rank != 1 or bits(root) == bits(x)
+                assert bits(received) == bits(x)
+            gathered = comm.all_gather(expanded(rank_distinct(3, 24, dtype)[comm.rank], library, how))
+            sums.append(host(gathered).copy())
+        return sums
+
+    results = run_ranks(3, body, order=order)
+    for k, dtype in enumerate(dtypes):
+        rows = [host(expanded(rank_distinct(3, 24, dtype)[r], library, how)).copy() for r in range(3)]
+        wide = [row.astype(np.float32).reshape(-1) for row in rows]
+        for result in results:
+            assert bits(result[2 * k]) == bits(results[0][2 * k])
+            assert bits(result[2 * k + 1]) == bits(np.stack(rows))
+            if order == "rank":
+                assert bits(result[2 * k]) == bits(fold_in_order(order, wide).astype(dtype))
+            else:  # an element's place decides where its fold begins, and one place holds several: any of their folds
+                exact = sum(row.astype(np.float64) for row in wide).reshape(3, 4)
+                scale = sum(np.abs(row.astype(np.float64)) for row in wide).reshape(3, 4)
+                slack = 4 * float(np.finfo(dtype).eps) * scale + 1e-30
+                assert (np.abs(result[2 * k].astype(np.float64) - exact) <= slack).all()
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_sum_that_some_rank_can_not_hold_is_refused_on_all(run_ranks, library):
+    """Rank 0's elements share memory, those of the others don't: their sums differ, and rank 0 has one place for them."""
+
+    def body(comm: Any) -> Any:
+        x = rank_distinct(3, 12)[comm.rank].reshape(3, 4)
+        x = expanded(x.reshape(-1), library, "a row for all") if comm.rank == 0 else x
+        before = bits(x)
+
+        def call_after_all_have_started() -> None:
+            comm.barrier()
+            comm.all_reduce(x)
+
+        with pytest.raises(RuntimeError, match="share memory"):
+            call_after_all_have_started()
+        assert comm.rank != 0 or bits(x) == before
+        return True
+
+    assert run_ranks(3, body) == [True] * 3
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_elements_that_share_memory_take_nothing_from_others(run_ranks, library, how):
+    """What others send differs from element to element."""
+
+    def body(comm: Any) -> Any:
+        x = expanded(np.zeros(24, np.float32), library, how)
+        whole = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (2, 3, 4), (0, 0, 0))
+        mine = np.ones((3, 4), np.float32)
+        calls = [
+            lambda: comm.recv(x, 1 - comm.rank),
+            lambda: comm.all_gather(mine, out=whole),
+            lambda: comm.gather(mine, comm.rank, out=whole),
+            lambda: comm.reduce_scatter(np.ones((6, 4), np.float32), out=x),
+            lambda: comm.scatter(np.ones((2, 3, 4), np.float32), comm.rank, out=x),
+            lambda: comm.all_to_all(
+                mine[:2], out=np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (2, 4), (0, 0))
+            ),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match="share memory"):
+                call()
+        return comm.all_reduce(np.ones(2)).tolist()
+
+    assert run_ranks(2, body) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("collective", ["reduce", "broadcast"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_values_that_one_place_can_not_hold_end_the_group(run_ranks, library, collective):
+    """Only the rank that gets them knows of its layout. The others hear of it when they go on."""
+
+    def body(comm: Any) -> Any:
+        dense = rank_distinct(3, 12)[comm.rank].reshape(3, 4)
+        x = expanded(dense.reshape(-1), library, "a row for all") if comm.rank == 1 else dense
+
+        def call_and_go_on() -> None:
+            comm.barrier()  # all ranks have started
+            comm.reduce(x, 1) if collective == "reduce" else comm.broadcast(x, 0)
+            comm.barrier()
+
+        with pytest.raises((ValueError, RuntimeError), match="share memory"):
+            call_and_go_on()
+        return True
+
+    assert run_ranks(3, body) == [True] * 3
+
+
+def test_an_out_that_can_not_be_written_is_refused_before_anything_is_sent(run_ranks):
+    class Fixed:
+        """An immutable array of some library, as JAX's are."""
+
+        def __init__(self, values: np.ndarray) -> None:
+            self.values, self.dtype, self.shape = values, values.dtype, values.shape
+
+        def __dlpack__(self, **kwargs: Any) -> Any:
+            return self.values.__dlpack__(**kwargs)
+
+        def __dlpack_device__(self) -> Any:
+            return self.values.__dlpack_device__()
+
+        def __array_namespace__(self, api_version: str | None = None) -> Any:
+            return np
+
+    def body(comm: Any) -> Any:
+        mine = np.ones((2, 3), np.float32)
+        for out_of in (read_only, Fixed):
+            calls = [
+                lambda out: comm.all_gather(mine, out=out(np.zeros((2, 2, 3), np.float32))),
+                lambda out: comm.gather(mine, comm.rank, out=out(np.zeros((2, 2, 3), np.float32))),
+                lambda out: comm.reduce_scatter(mine, out=out(np.zeros((1, 3), np.float32))),
+                lambda out: comm.scatter(mine, comm.rank, out=out(np.zeros(3, np.float32))),
+                lambda out: comm.all_to_all(mine, out=out(np.zeros((2, 3), np.float32))),
+            ]
+            for call in calls:
+                with pytest.raises(TypeError, match=r"out can't be written"):
+                    call(out_of)
+        return comm.all_reduce(np.ones(2)).tolist()
+
+    assert run_ranks(2, body) == [[2.0, 2.0]] * 2
