@@ -31,7 +31,8 @@ def main() -> None:
             if comm.rank == 0:
                 apart, joined = (1e6 * statistics.median(seconds) for seconds in (each, together))
                 print(
-                    f"{count:3} of {4 * n_elements:5} bytes: {apart:7.1f} us apart, {joined:7.1f} us together ({joined / apart:.2f})"
+                    f"{count:3} of {4 * n_elements:5} bytes: {apart:7.1f} us apart, {joined:7.1f} us together "
+                    f"({joined / apart:.2f})"
                 )
 
 

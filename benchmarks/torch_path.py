@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What torch.distributed adds to an all-reduce: the same tensor through `Comm`, and through `dist.all_reduce`, in turns.
+"""What torch.distributed adds to an all-reduce: the same tensor through `Comm` and `dist.all_reduce`, in turns.
 
     python benchmarks/torch_path.py                       # two ranks, pinned, TCP
     python benchmarks/torch_path.py --transport shm --dtype bfloat16
@@ -42,7 +42,8 @@ def work(options: argparse.Namespace) -> None:
     blocking.asyncOp = False
     if rank == 0:
         print(
-            f"{options.ranks} ranks, transport {options.transport}, {options.dtype}; median us, and above Comm.all_reduce"
+            f"{options.ranks} ranks, transport {options.transport}, {options.dtype}; "
+            "median us, and above Comm.all_reduce"
         )
         print(f"{'elements':>9}" + "".join(f"  {way:>26}" for way in WAYS))
     for n_elements in map(int, options.elements.split(",")):

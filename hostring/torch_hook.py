@@ -11,7 +11,7 @@ _C10D = "torch.distributed.distributed_c10d"
 
 
 def arrange() -> None:
-    """Register now when torch is here, else when it is imported: torch's entry points do the same, but only for an installed package."""
+    """Register now if torch is imported already, else at its import. torch's entry points do this for an installed package."""
     if _C10D in sys.modules:
         _register()
     elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
@@ -23,7 +23,7 @@ def _register() -> None:
 
 
 class _Watch:
-    """A finder that finds nothing, but sees the one import that matters."""
+    """A finder that finds nothing. It notices the import of torch's distributed package."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _C10D:

@@ -1,6 +1,6 @@
 """Makes "hostring" a backend name of torch.distributed: `dist.init_process_group("hostring")`.
 
-Loaded at every `import torch` through an entry point, so nothing here imports torch or the rest of hostring before a group
+An entry point loads this file at every `import torch`, so it imports neither torch nor the rest of hostring until a group
 is made. The process group itself is in `torch_pg`.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "privateuseone")
-"""Device types whose tensors can be copied to the host and back. A renamed privateuseone is added when a group is made."""
+"""Device types whose tensors can be copied to the host and back. torch maps a renamed privateuseone itself."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ def register() -> None:
         return
     defaults = dict(c10d.Backend.default_device_backend_map)
     c10d.Backend.register_backend("hostring", _create, extended_api=True, devices=list(DEVICES))
-    # registering claims devices that have no default yet; a vendor's own backend, loaded later, must find them free
+    # registering claims devices that have no default yet; a vendor's own backend, loaded later, must find them unclaimed
     c10d.Backend.default_device_backend_map.clear()
     c10d.Backend.default_device_backend_map.update(defaults)
     c10d.register_rendezvous_handler("hostring", _meet)

@@ -1,4 +1,4 @@
-"""A device named "fake" for torch, in Python: its memory is host memory that only copies can reach, and its work is queued on streams.
+"""A device named "fake" for torch, in Python. Only copies reach its memory, and its kernels are queued on streams.
 
 It stands in for an accelerator: a kernel that was queued has not run before its stream is waited for, tensors of the host are
 refused beside its own, and what `.numpy()` can't see is out of reach. Most operators borrow the host's kernels.

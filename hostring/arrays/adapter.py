@@ -9,7 +9,7 @@ from hostring.arrays.dtypes import BY_NAME, Array, DType
 
 
 class Adapter:
-    """How arrays of one type travel. Subclass it, implement `stage` and `unstage`, and pass it to `register_adapter`."""
+    """How arrays of one type travel. Subclasses implement `stage` and `unstage`; `register_adapter` takes them."""
 
     def stage(self, x: Any, host: Array) -> None:
         """Copy all elements of `x`, in C order, into the flat array `host`, casting to its dtype."""
@@ -25,7 +25,7 @@ class Adapter:
         raise NotImplementedError
 
     def view(self, x: Any) -> Array | None:
-        """The memory of `x` as a flat, contiguous, writable `np.ndarray` in its own dtype, where it has such memory; else None."""
+        """The memory of `x` as a flat, contiguous, writable `np.ndarray` in its own dtype, or None where it has none."""
         return None
 
     def dtype(self, x: Any) -> DType:
@@ -51,7 +51,7 @@ class Adapter:
         return True
 
     def overlap(self, x: Any) -> int:
-        """A checksum of which elements of `x` share memory, as in an expanded tensor; 0 where no two do. See `overlaps`."""
+        """A checksum of which elements of `x` share memory, as in an expanded tensor, or 0. See `overlaps`."""
         return 0
 
     def empty(self, x: Any, shape: tuple[int, ...]) -> Any:

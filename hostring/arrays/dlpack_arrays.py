@@ -1,4 +1,4 @@
-"""Arrays of any library that speaks DLPack: JAX, MLX, CuPy and others. They are taken as immutable: results are new arrays."""
+"""Arrays of any library with DLPack: JAX, MLX, CuPy and others. They count as immutable: results are new arrays."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hostring.arrays.overlaps import overlap
 
 
 class NumpyAdapter(Adapter):
-    """Subclasses of ndarray travel as the plain array that they are made of: a matrix, for one, is never flat itself."""
+    """A subclass of ndarray travels as the plain array beneath it: a matrix, for example, is never flat itself."""
 
     def view(self, x: Array) -> Array | None:
         if not x.flags.carray or not x.dtype.isnative:
@@ -54,5 +54,6 @@ def refuse_masked(x: Any) -> None:
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(x, masked.MaskedArray):
         raise TypeError(
-            "a numpy masked array can't travel: a collective would ignore its mask; pass x.filled(value), or x.data and x.mask"
+            "a numpy masked array can't travel, since a collective would ignore its mask; "
+            "pass x.filled(value), or x.data and x.mask"
         )

@@ -30,7 +30,7 @@ def overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> 
 
 
 def _nested(dims: list[tuple[int, int]], itemsize: int) -> bool:
-    """Whether each stride, the smallest first, steps over all that the smaller ones reach. Almost every array is like that."""
+    """Whether each stride, the smallest first, is longer than the reach of the smaller ones: almost always."""
     reach = itemsize
     for stride, n in dims:
         if stride < reach:

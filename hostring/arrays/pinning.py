@@ -1,4 +1,4 @@
-"""Page-locked staging memory: an accelerator's driver copies to and from it directly, not through a buffer of its own."""
+"""Page-locked staging memory. An accelerator's driver copies to and from it without a buffer of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from hostring.arrays.dtypes import Array
 
-WORTH_NBYTES: Final = 1 << 16  # locking takes longer than the driver's own copy of less than this
+MIN_PINNED_NBYTES: Final = 1 << 16  # locking less takes longer than the driver's copy through its own buffer
 
 _locked: dict[int, int] = {}  # bytes by address
 
@@ -17,17 +17,17 @@ def pin(array: Array, runtime: Any) -> bool:
 
     Args:
         array: in memory that is used again and again.
-        runtime: `torch.cuda.cudart()` or the like: `cudaHostRegister(address, nbytes, flags)`, which returns 0 when it worked,
-            and `cudaHostUnregister(address)`.
+        runtime: `torch.cuda.cudart()` or the like. It has `cudaHostRegister(address, nbytes, flags)`, which returns 0 for
+            success, and `cudaHostUnregister(address)`.
 
     Returns:
-        whether it is locked now. Where it isn't, copies are slower, and that is all.
+        whether it is locked now. Otherwise copies are only slower.
     """
     block = array
     while isinstance(block.base, type(array)):
         block = block.base
     address, nbytes = block.ctypes.data, block.nbytes
-    if nbytes < WORTH_NBYTES or block.base is not None:  # memory of somebody else's may be freed without our knowing
+    if nbytes < MIN_PINNED_NBYTES or block.base is not None:  # its owner may free it without our notice
         return False
     if _locked.get(address) == nbytes:
         return True

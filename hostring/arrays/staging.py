@@ -1,4 +1,4 @@
-"""Which adapter an array has. numpy and torch are built in, DLPack covers other libraries, `register_adapter` takes the rest."""
+"""The adapter for an array: numpy's, torch's, DLPack's for other libraries, or one given to `register_adapter`."""
 
 from __future__ import annotations
 
@@ -46,5 +46,7 @@ def _find(x: Any, kind: type) -> Adapter:
         return NumpyAdapter()
     if hasattr(x, "__dlpack__"):
         return DLPackAdapter()
-    raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not an array that hostring can stage; pass a numpy array, a torch tensor, "
-                    "an array with __dlpack__, or register an adapter")  # fmt: skip
+    raise TypeError(
+        f"{kind.__module__}.{kind.__qualname__} is not an array that hostring can stage; pass a numpy array, "
+        "a torch tensor, an array with __dlpack__, or register an adapter"
+    )

@@ -54,7 +54,7 @@ def _bind_add(torch: Any, dtype: Any, nan: int, other: Array) -> Callable[[Array
 
 
 def _adds_as_float32(torch: Any, dtype: Any) -> bool:
-    """Whether torch adds as a narrow sum must: a processor's own 16-bit instructions may flush subnormal numbers to zero."""
+    """Whether torch's sums are those of float32, rounded. 16-bit instructions may flush subnormal numbers to zero."""
     small = np.arange(1 << 9, dtype=np.int16)
     every = np.arange(-1 << 15, 1 << 15, 1 << 6, dtype=np.int16)
     left = torch.from_numpy(np.concatenate((every, small, small))).view(dtype)

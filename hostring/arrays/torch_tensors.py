@@ -1,4 +1,4 @@
-"""torch tensors of any device. The core never imports torch: who has a tensor has imported it."""
+"""torch tensors on any device. The core never imports torch: whoever passes a tensor has imported it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TorchAdapter(Adapter):
         return x
 
     def _tensor(self, host: Array, shape: Any) -> Any:
-        """A host tensor over the memory of `host`, remembered, and the memory with it, when it is small enough to matter."""
+        """A host tensor over the memory of `host`. Small ones are remembered, and keep their memory."""
         if host.nbytes > MAX_REMEMBERED_NBYTES:
             return torch_arithmetic.tensor_over(self._torch, host).reshape(shape)
         key = (id(host), shape)

@@ -1,4 +1,4 @@
-"""A `torch.distributed.ProcessGroup` over `hostring.Comm`: it translates names, options and tensor lists, and nothing else.
+"""A `torch.distributed.ProcessGroup` over `hostring.Comm`: it only translates names, options and tensor lists.
 
 `ProcessGroup` is the face that torch sees. Its methods call parts, each in a file of its own, that hold the Comm.
 Importing this needs torch; `hostring.integrations.torch_backend` does it when the first group is made.

@@ -25,17 +25,17 @@ OPS = {
 
 
 def factor(op: Any) -> Any:
-    """What PREMUL_SUM multiplies contributions by: a number or a tensor."""
+    """The number or tensor by which PREMUL_SUM multiplies contributions."""
     return op.__getstate__()[1]
 
 
 def given(kind: Any, opts: Any, **by_hand: Any) -> Any:
-    """`opts` itself, or, for callers that use a process group's methods by hand, options of `kind` made from their arguments.
+    """`opts` itself; or, for callers of torch's second form of a method, options of `kind` made from their arguments.
 
     Args:
         kind: a class of c10d options.
-        opts: an instance of it; or None, or the first of the arguments that torch's second form of the method takes.
-        by_hand: the arguments by their name in `kind`, in the order of that form. None is left at its default.
+        opts: an instance of it; or None, or the first argument of the second form.
+        by_hand: the arguments of that form in order, by their name in `kind`. None stands for the default.
     """
     if isinstance(opts, (kind, c10d.AllreduceCoalescedOptions)):  # which is no subclass
         return opts

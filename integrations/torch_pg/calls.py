@@ -50,7 +50,7 @@ class Calls:
     def run(
         self, name: profiling.Name, job: Callable[[], Any], outputs: Any, opts: Any, tensors: Sequence[torch.Tensor]
     ) -> CommWork | None:
-        """Carry out `job`, which calls blocking collectives and fills `outputs`. Queued calls return a work, blocking ones None."""
+        """Carry out `job`, which calls blocking collectives and fills `outputs`. Returns a work for a queued call."""
         queued = opts.asyncOp or self.batch is not None
         if profiling.enabled():
             job = profiling.carried_out(name, job, queued=queued)

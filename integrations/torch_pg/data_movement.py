@@ -89,14 +89,15 @@ class DataMovement:
         return job
 
     def _all_gather_job(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Callable[[], None]:
-        """`outputs[k][r]` gets `inputs[k]` of rank r. Their sizes may differ from rank to rank, if every rank knows them."""
+        """`outputs[k][r]` gets `inputs[k]` of rank r. Sizes may differ between ranks, if every rank knows them."""
         comm, seconds = self._comm, self._calls.seconds(opts.timeout)
         for k, input in enumerate(inputs):
             check_writable("all_gather", outputs[k])
             if len(outputs[k]) != comm.world_size or outputs[k][comm.rank].numel() != input.numel():
                 sizes = [t.numel() for t in outputs[k]]
                 raise ValueError(
-                    f"all_gather: rank {comm.rank} of {comm.world_size} brings {input.numel()} elements, outputs have {sizes}"
+                    f"all_gather: rank {comm.rank} of {comm.world_size} brings {input.numel()} elements, "
+                    f"outputs have {sizes}"
                 )
 
         def job() -> None:

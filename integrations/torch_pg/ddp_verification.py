@@ -1,6 +1,6 @@
-"""DDP compares the shapes of its parameters with rank 0's: here every rank hears of a difference, and from whom.
+"""DDP's comparison of parameter shapes: every rank learns which rank differs from rank 0.
 
-torch raises on the rank that differs, and rank 0 goes on, to fail later or never.
+torch alone raises only on the rank that differs. Rank 0 goes on, and fails later or never.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hostring.integrations.torch_pg.process_group import ProcessGroup
 
 
 def tell_all_ranks() -> None:
-    """Give DDP a check whose outcome all ranks of a hostring group exchange: one small collective for each DDP module."""
+    """Let all ranks of a hostring group exchange the outcome of the comparison: one small collective for each DDP."""
     names: Any = distributed
     verify = names._verify_params_across_processes  # noqa: SLF001 - DDP looks it up by this name
 

@@ -18,13 +18,13 @@ _COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "allreduce_sparse", "broadcast", "reduce", "allgather", "allgather_coalesced",
     "all_gather_single", "_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "gather",
     "gather_single", "gather_into_tensor", "scatter", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "alltoall", "all_to_all_single", "alltoall_base",
-    "barrier", "send", "recv", "recv_anysource", "_end_coalescing",
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "alltoall", "all_to_all_single",
+    "alltoall_base", "barrier", "send", "recv", "recv_anysource", "_end_coalescing",
 )  # fmt: skip
 _OTHERS = (
     "_start_coalescing", "set_timeout", "_set_default_timeout", "_add_ephemeral_timeout", "_wait_for_pending_works",
-    "_set_sequence_number_for_group", "_get_sequence_number_for_group", "eager_connect_single_device", "shutdown", "abort",
-    "supports_tensor_alloc",
+    "_set_sequence_number_for_group", "_get_sequence_number_for_group", "eager_connect_single_device", "shutdown",
+    "abort", "supports_tensor_alloc",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Accelerators queue their kernels: a call must see what was queued before it, and leave nothing queued behind it."""
+"""Accelerators queue kernels. A call waits for the kernels queued before it, and leaves none of its copies queued."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _side = threading.local()
 
 
 def in_order(job: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Callable[[], Any]:
-    """`job` for another thread: its copies come after what this thread's current stream holds now, and beside what follows."""
+    """`job` for another thread. Its copies wait for what this thread's stream holds now, not for what is queued later."""
     device = next((t.device for t in tensors if t.device.type != "cpu"), None)
     if device is None:
         return job
@@ -34,7 +34,7 @@ def in_order(job: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Callabl
 
 
 def synchronize(device: torch.device) -> None:
-    """Let the host catch up with `device`, where that is a notion."""
+    """Wait for the kernels of `device`, if it queues any."""
     wait = getattr(torch.get_device_module(device), "synchronize", None)
     if wait is not None:
         wait()

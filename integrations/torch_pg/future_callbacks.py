@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 class _Callbacks:
-    """Runs users' callbacks off the threads that communicate: a callback may call a collective, and wait for it.
+    """Runs users' callbacks on threads that don't communicate, so that a callback may call a collective and wait for it.
 
-    Callbacks start in the order in which the operations ended. Each idle thread takes the next; when none is idle, another
-    starts, so a callback that waits for a second one gets it.
+    Callbacks start in the order in which the operations ended. An idle thread takes the next one; when none is
+    idle, a new thread starts. So a callback may wait for another.
     """
 
     def __init__(self) -> None:

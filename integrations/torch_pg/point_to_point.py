@@ -29,7 +29,7 @@ class PointToPoint:
         return self._calls.queue(name, tensors, lambda: self._comm.recv(tensor, src, tag, async_op=True))
 
     def start_batch(self) -> None:
-        """Collect the works of all calls up to `end_batch`: torch's `batch_isend_irecv` and its coalescing manager do this."""
+        """Collect the works of all calls until `end_batch`, for `batch_isend_irecv` and torch's coalescing manager."""
         self._calls.batch = []
 
     def end_batch(self) -> CommWork:

@@ -25,7 +25,7 @@ _TorchGroup: Any = c10d.ProcessGroup  # torch's stubs declare overloads that no 
 class ProcessGroup(_TorchGroup):  # type: ignore[misc]
     """All ranks of one `hostring.Comm`.
 
-    Methods take the two forms that torch's own take. Like NCCL's, they return no work for a call that was asked to block.
+    Methods take the two forms that torch's own take. As with NCCL, a blocking call returns no work.
 
     Args:
         comm: the ranks, and the links between them.
@@ -134,8 +134,8 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]
         return self._data_movement.all_to_all(outputs, inputs, opts, timeout)
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], opts: Any = None,
-        timeout: Timeout = None,
+        self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int],
+        opts: Any = None, timeout: Timeout = None,
     ) -> CommWork | None:  # fmt: skip
         return self._data_movement.all_to_all_single(
             output, input, output_split_sizes, input_split_sizes, opts, timeout
@@ -195,7 +195,7 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]
         """End the group on all ranks now."""
         self.comm.abort("torch's process group was aborted")
 
-    # ------------------------------------------------------------------ identity, under both of the names that c10d uses
+    # ------------------------------------------------------------------ identity, under both names that c10d uses
 
     def getRank(self) -> int:
         return self.comm.rank
@@ -236,9 +236,10 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]
         return self._store
 
     def __repr__(self) -> str:
-        return f"<hostring process group {self._group_name or '(unnamed)'}, rank {self.comm.rank} of {self.comm.world_size}>"
+        name = self._group_name or "(unnamed)"
+        return f"<hostring process group {name}, rank {self.comm.rank} of {self.comm.world_size}>"
 
-    # ------------------------------------------------------------------ what frameworks ask of the backend behind a device
+    # ------------------------------------------------------------------ what frameworks ask of a device's backend
 
     supports_splitting = True
     supports_coalescing = False

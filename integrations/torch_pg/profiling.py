@@ -1,4 +1,4 @@
-"""Rows for torch's profiler: who called, and who carried the call out. Names are those of torch's own groups where these exist."""
+"""Rows for torch's profiler: one for the caller, under c10d's name, and one for carrying the call out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def caller(name: Name) -> Any:
 
 
 def carried_out(name: Name, job: Callable[[], Any], *, queued: bool) -> Callable[[], Any]:
-    """`job` with a row on whichever thread carries it out. Other threads than the caller's show in profiles of all threads."""
+    """`job` with a row on the thread that carries it out. Only profiles of all threads show other threads than the caller's."""
     row = f"hostring:{name.call} carried out" if queued else f"hostring:{name.call}"
 
     def recorded() -> Any:

@@ -1,4 +1,4 @@
-"""Checks of the tensors of a call before anything is sent, and the way back from one buffer into a list of tensors."""
+"""Checks of a call's tensors before anything is sent, and the copy from one buffer into a list of tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def check_shares(what: str, whole: Tensor, share: Tensor, world_size: int) -> No
     """Raise unless `whole` consists of one `share` for each rank."""
     if whole.numel() != share.numel() * world_size:
         raise ValueError(
-            f"{what}: the whole has {whole.numel()} elements, a rank's share {share.numel()}; it must be {world_size} shares"
+            f"{what}: the whole has {whole.numel()} elements, a rank's share {share.numel()}; "
+            f"it must be {world_size} shares"
         )
     if whole.dtype != share.dtype:
         raise TypeError(f"{what}: the whole is {whole.dtype}, a rank's share {share.dtype}; they must be the same")
@@ -48,7 +49,8 @@ def splits(name: str, tensor: Tensor, sizes: Sequence[int], world_size: int) -> 
     if not sizes:
         if rows % world_size:
             raise ValueError(
-                f"all_to_all: {rows} rows of {name} don't divide evenly over {world_size} ranks; give {name}_split_sizes"
+                f"all_to_all: {rows} rows of {name} don't divide evenly over {world_size} ranks; "
+                f"give {name}_split_sizes"
             )
         return [rows // world_size] * world_size
     if len(sizes) != world_size or sum(sizes) != rows:
@@ -59,16 +61,17 @@ def splits(name: str, tensor: Tensor, sizes: Sequence[int], world_size: int) -> 
 
 
 def check_writable(what: str, outputs: Sequence[Tensor]) -> None:
-    """Raise where an output can't hold a result: an expanded tensor has fewer places than elements."""
+    """Raise where an output can't hold a result: an expanded tensor has fewer places in memory than elements."""
     for output in outputs:
         if any(stride == 0 and n > 1 for stride, n in zip(output.stride(), output.shape, strict=True)):
             raise ValueError(
-                f"{what}: an output of shape {tuple(output.shape)} is expanded, so several elements share one place in memory; "
-                f"pass a tensor with memory of its own, e.g. output.contiguous()"
+                f"{what}: elements of an output of shape {tuple(output.shape)} share memory, since it is expanded, "
+                f"and can't hold different values; pass a tensor with memory of its own"
             )
 
 
 def fill(outputs: Sequence[Tensor], parts: Any) -> None:
-    """Copy `parts` into `outputs`. Through `data`: outputs may need grad, and this thread's grad mode isn't the caller's."""
+    """Copy `parts` into `outputs`."""
+    # through `data`: outputs may need grad, and this thread's grad mode isn't the caller's
     for output, part in zip(outputs, parts, strict=True):
         output.data.copy_(part.view(output.shape) if part.shape != output.shape else part)

@@ -1,7 +1,7 @@
 """The one place where torch's versions differ.
 
-Up to 2.13 a Python group has to be the whole process group, and C++ can't reach all of its methods. From 2.14 on, Python can
-also be the backend behind a device of torch's own process group; ours then registers one that forwards to it.
+Up to 2.13, a Python group must be the whole process group, and C++ can't reach all of its methods. From 2.14 on, a Python
+object can also be the backend of one device in torch's own process group; ours registers one that forwards to it.
 """
 
 # ruff: noqa: SLF001 - torch has no public names for any of this
@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c10d
 
 HAS_PYTHON_BACKENDS = hasattr(c10d, "Window")  # 2.14 and later
 
-_libraries: list[Any] = []  # what is registered with a library goes when it goes
+_libraries: list[Any] = []  # kept: a library's registrations end with it
 
 
 def reach_from_cpp() -> None:
@@ -44,7 +44,7 @@ def reach_from_cpp() -> None:
 
 
 def hide_from_compiler(*kinds: type) -> None:
-    """Let torch.compile leave the methods of `kinds`, and what they call, as they are: C++ calls them in the middle of compiled code."""
+    """Keep torch.compile away from the methods of `kinds` and from what they call: C++ calls them in compiled code."""
     from torch._C._dynamo import eval_frame
 
     skip = eval_frame._FrameAction.SKIP
@@ -58,9 +58,9 @@ def hide_from_compiler(*kinds: type) -> None:
 
 
 def present(group: Any, timeout: timedelta) -> Any:
-    """What the creator gives to torch for `group`: itself as a rule, with a backend behind its devices from 2.14 on.
+    """What the creator gives to torch for `group`: usually `group` itself, from 2.14 on with a backend for its devices.
 
-    When other backends serve other devices of the same torch group, only a backend may be given: before 2.14 that is impossible.
+    When other backends serve other devices of the same torch group, torch takes only a backend, from 2.14 on.
     """
     others = _other_backends()
     if not HAS_PYTHON_BACKENDS:
@@ -86,13 +86,13 @@ def check_map() -> None:
     others = {} if HAS_PYTHON_BACKENDS else _other_backends()
     for device, name in others.items():
         raise ValueError(
-            f"torch {torch.__version__} would carry {device} tensors over hostring too, though {device}:{name} was asked for; "
-            f"use 'hostring' for all devices, or torch 2.14 or later"
+            f"torch {torch.__version__} would carry {device} tensors over hostring too, though {device}:{name} was "
+            f"asked for; use 'hostring' for all devices, or torch 2.14 or later"
         )
 
 
 def _other_backends() -> dict[str, str]:
-    """Device -> backend of what else serves the torch group that is being made. A CPU backend is no loss: hostring serves CPUs too."""
+    """The other backends of the torch group that is being made, by device. Before 2.14 hostring may replace that of the CPU."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
         frame = frame.f_back

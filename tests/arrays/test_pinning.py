@@ -1,4 +1,4 @@
-"""Staging memory is page-locked once for as long as it lives. A stand-in for the CUDA runtime; the real one is tried with `-m gpu`."""
+"""Staging memory is page-locked once, until it is freed. The CUDA runtime is simulated; `-m gpu` tests a real one."""
 
 from __future__ import annotations
 

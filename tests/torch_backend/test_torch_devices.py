@@ -1,4 +1,4 @@
-"""Tensors that live elsewhere than in host memory. A fake device stands in for accelerators; `-m gpu` runs on a real one."""
+"""Tensors outside host memory. A fake device stands in for accelerators; `-m gpu` tests a real one."""
 
 from __future__ import annotations
 
