@@ -1,4 +1,4 @@
-"""pytest benchmarks/test_staging.py: between the caller's arrays and the float32 wire, one thread."""
+"""pytest benchmarks/test_staging.py: staging arrays as float32 and bringing them back, on one thread."""
 
 from __future__ import annotations
 

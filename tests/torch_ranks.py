@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-DEADLINE = 90.0
+DEADLINE_S = 90.0
 
 
 class Group:
@@ -77,10 +77,10 @@ def _one(fn: Callable[..., Any], group: Group, args: tuple[Any, ...], kwargs: di
 
 
 class Pool:
-    """Workers, started when first needed, and started again when a test has left them in an unknown state.
+    """Workers. They start when first needed, and again when a test has left them in an unknown state.
 
-    One time in ten, torch 2.13's gloo ends its process when a group is destroyed ("Resource deadlock avoided": a thread that joins
-    itself), also after it has answered. A death under gloo, or right after it, is therefore no verdict.
+    One time in ten, torch 2.13's gloo ends its process when a group is destroyed ("Resource deadlock avoided": a thread joins
+    itself), also after it has answered. So a death under gloo, or right after it, does not fail a test.
     """
 
     def __init__(self) -> None:
@@ -90,8 +90,14 @@ class Pool:
         atexit.register(self.stop)
 
     def run(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, backend: str = "hostring", env: Any = None, **kwargs: Any
-    ) -> list[Any]:  # fmt: skip
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        backend: str = "hostring",
+        env: Any = None,
+        **kwargs: Any,
+    ) -> list[Any]:
         """Run the module-level `fn(group, *args, **kwargs)` on every rank. Returns the results by rank.
 
         Args:
@@ -132,12 +138,12 @@ class Pool:
             self._workers.append((worker, ours))
 
     def _collect(self, world_size: int) -> list[tuple[str, Any]]:
-        end = time.monotonic() + DEADLINE
+        end = time.monotonic() + DEADLINE_S
         outcome: list[tuple[str, Any]] = []
         for rank in range(world_size):
             worker, pipe = self._workers[rank]
             if not pipe.poll(max(0.0, end - time.monotonic())):
-                outcome.append(("hung", f"no answer within {DEADLINE} s"))
+                outcome.append(("hung", f"no answer within {DEADLINE_S} s"))
                 continue
             try:
                 outcome.append(pipe.recv())

@@ -39,9 +39,17 @@ def shape_and_numbers(line: str) -> tuple[str, list[float]]:
     return re.sub(number, "#", line), [float(n) for n in re.findall(number, line)]
 
 
-@pytest.mark.parametrize(
-    "name", ["torch_ddp", "torch_fsdp2", "torch_tensor_parallel", "torch_pipeline", "torch_transformers"]
+EXAMPLES_ON_RANKS = (
+    "torch_ddp",
+    "torch_fsdp2",
+    "torch_tensor_parallel",
+    "torch_pipeline",
+    "torch_transformers",
+    "torch_async_checkpoint",
 )
+
+
+@pytest.mark.parametrize("name", EXAMPLES_ON_RANKS)
 def test_an_example_prints_what_it_promises(name):
     if name == "torch_transformers":
         pytest.importorskip("transformers")
