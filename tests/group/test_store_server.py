@@ -12,7 +12,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from at_a_store import SECRET, client, soon
+from at_a_store import SECRET, RawClient, client, soon
 from ranks import side_by_side
 
 from hostring.rendezvous import StoreRefusedError, TcpStore
@@ -95,6 +95,17 @@ def test_a_request_is_carried_out_once_even_when_its_answer_is_lost(server: Stor
     assert store.add("n", 1) == 2
     assert store.add("n", 0) == 2
     store.close()
+
+
+def test_answers_are_remembered_for_a_repetition_and_not_for_ever(server: StoreServer) -> None:
+    raw = RawClient(server.port)
+    assert raw.ask(1, "add", "n", 1) == 1
+    assert raw.ask(1, "add", "n", 1) == 1
+    for number in range(2, 2 + store_server.MAX_ANSWERS_REMEMBERED):
+        assert raw.ask(number, "add", "n", 1) == number
+    assert raw.ask(number, "add", "n", 1) == number
+    assert raw.ask(1, "add", "n", 1) == number + 1
+    raw.close()
 
 
 def test_a_store_that_was_started_anew_says_so() -> None:
