@@ -20,6 +20,7 @@ from hostring.transports.link import Link
 PROBE_SECONDS: Final = 0.4  # how long a sleeping rank may take to say whom it waits for, and a live host to acknowledge
 GRACE_SECONDS: Final = 0.3  # how long an operation may stand still after some rank has died
 SETTLE_SECONDS: Final = 0.5  # how long a first cause may take to arrive after a link has broken
+VOTE_SECONDS: Final = 1.5  # how long ranks may take to say what they call, when calls differ
 MAX_SLEEP_SECONDS: Final = 1.0
 
 
@@ -28,7 +29,7 @@ class Control:
 
     Attributes:
         cause: the first failure that this rank knows of; everything after it raises the same.
-        waiting: what this rank sleeps in, for whoever asks; None while it is awake.
+        waiting: what this rank sleeps in, or has failed in, for whoever asks; None while it is awake.
         receiving: the same for messages.
     """
 
@@ -39,6 +40,7 @@ class Control:
         self._far = far_hosts(links)
         self._states: dict[int, State] = {}  # of those that told
         self._asked: set[int] = set()
+        self._n_frames = 0
         self.cause: HostringError | None = None
         self.waiting: Waiting | None = None
         self.receiving: Waiting | None = None
@@ -54,13 +56,11 @@ class Control:
     def sleep(self, poller: select.poll, mine: Waiting, seconds: float) -> None:
         """Sleep in `poller`, at most `seconds`, and take what comes here. Raises what `hear` raises."""
         self.waiting = mine
-        try:
-            events = poller.poll(min(seconds, self.patience()) * 1000)
-            self.hear(events)
-            if not events:
-                self.ask(mine.peer)
-        finally:
-            self.waiting = None
+        events = poller.poll(min(seconds, self.patience()) * 1000)
+        self.hear(events)
+        if not events:
+            self.ask(mine.peer)
+        self.waiting = None  # but not after an error: other ranks may still ask what this one was in
 
     def patience(self) -> float:
         """Seconds to sleep at most before `hear` should judge: few when a rank has died."""
@@ -110,6 +110,7 @@ class Control:
             )
 
     def _take(self, peer: int, body: Body) -> None:
+        self._n_frames += 1
         what = body.get("what")
         if what == "abort":
             self.cause = self.cause or from_words(body, peer)
@@ -139,11 +140,14 @@ class Control:
         """Take what comes within `seconds`. Returns whether the time was not yet over."""
         if seconds < 0:
             return False
-        poller = select.poll()
+        poller, before = select.poll(), self._n_frames
         self.arm(poller)
-        for fd, _ in poller.poll(seconds * 1000):
-            if fd in self._by_fd:
-                self._read(self._by_fd[fd])
+        for peer in self._peers:  # frames that came before the doorbells were set would not ring them
+            self._read(peer)
+        if self._n_frames == before:
+            for fd, _ in poller.poll(seconds * 1000):
+                if fd in self._by_fd:
+                    self._read(self._by_fd[fd])
         return True
 
     def _listen_until(self, done: Callable[[], bool], seconds: float) -> None:
@@ -182,9 +186,9 @@ class Control:
         if world_size == 2:
             return failure
         header = mine.header()
-        self._tell_all({**mine.to_body(), "waits_for": -1 if failure.rank is None else failure.rank})
-        self._tell_all({"what": "probe"})
         self.waiting = mine
+        self._tell_all(mine.to_body())
+        self._tell_all({"what": "probe"})
 
         def calls() -> dict[int, bytes]:
             told = {peer: s.header for peer, s in self._states.items() if s.seq == mine.seq and s.header}
@@ -193,8 +197,7 @@ class Control:
         def decided() -> bool:
             return len(calls()) == world_size or odd_one_out(calls(), world_size) is not None
 
-        self._listen_until(decided, SETTLE_SECONDS)
-        self.waiting = None
+        self._listen_until(decided, VOTE_SECONDS)
         known = calls()
         return self.cause or odd_one_out(known, world_size) or odd_one_out(known, len(known)) or failure
 
@@ -222,6 +225,7 @@ class Control:
 
     def timed_out(self, mine: Waiting, progress: str, seconds: float) -> HostringError:
         """The error for a deadline that passed in `mine`; or the first cause, when one comes in."""
+        self.waiting = mine  # two ranks whose deadlines pass together ask each other
         culprit = self.culprit(mine.peer)
         if self.cause is not None:
             return fresh_copy(self.cause)

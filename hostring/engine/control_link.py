@@ -42,6 +42,7 @@ class ControlLink:
         self.silent = False
         self.left = False
         self._received, self._unsent = bytearray(), bytearray()
+        self._mute = False
         self._reading, self._telling = threading.Lock(), threading.Lock()
 
     @property
@@ -53,20 +54,15 @@ class ControlLink:
         """Send a frame, as far as the link takes it."""
         packed = msgpack.packb(body)
         with self._telling:
-            if (
-                len(self._unsent) > MAX_FRAME_NBYTES
-            ):  # the rank has not read for very long; a begun frame must stay whole
+            # Full: the rank has not read for very long, and a frame that was begun must stay whole.
+            if self._mute or len(self._unsent) > MAX_FRAME_NBYTES:
                 return
             self._unsent += _PREFIX.pack(_MAGIC, len(packed)) + packed
             try:
                 taken = self.link.send((bytes(self._unsent),))
                 del self._unsent[:taken]
-            except PeerLostError as exc:
-                self._lose(exc)
-
-    def _lose(self, exc: PeerLostError) -> None:
-        self.gone = self.gone or exc.reason
-        self.silent = self.silent or is_silence(exc)
+            except PeerLostError:  # reading finds out why; what the rank said before it closed may still be there
+                self._mute = True
 
     def read(self, take: Callable[[Body], None]) -> bool:
         """Give every frame that is there to `take`. Returns False when what came is no control frame."""
@@ -80,7 +76,7 @@ class ControlLink:
                         self.gone = "it sent bytes on its control link that are no control frame"
                         return False
             except PeerLostError as exc:
-                self._lose(exc)
+                self.gone, self.silent = exc.reason, is_silence(exc)
         return True
 
     def _frames(self, take: Callable[[Body], None]) -> bool:
