@@ -12,7 +12,7 @@ from typing import Final
 
 from hostring.engine.causes import fresh_copy, from_words, to_words
 from hostring.engine.control_link import Body, ControlLink, is_silence
-from hostring.engine.reach import far_hosts, interface_down, unacknowledged
+from hostring.engine.reach import far_hosts, lost_address, unacknowledged
 from hostring.engine.waits import State, Waiting, mismatch, odd_one_out
 from hostring.errors import CollectiveMismatch, HostringError, OperationTimeout, PeerLostError, ProtocolError
 from hostring.transports.link import Link
@@ -238,8 +238,8 @@ class Control:
 
     def _why_cut_off(self) -> str | None:
         """Why it must be this rank that has lost its network, and not another; None when another may have."""
-        if down := interface_down(self._links, self._far):
-            return f"rank {self._rank} itself is cut off: its interface {down} is down"
+        if lost := lost_address(self._links, self._far):
+            return f"rank {self._rank} itself is cut off: its address {lost} is on no interface that is up"
         doubtful = [peer for peer in self._far if self._peers[peer].gone is None or self._peers[peer].silent]
         if len({self._far[peer] for peer in doubtful}) < 2:
             return None

@@ -13,9 +13,7 @@ from typing import Final
 from hostring.transports.addresses import interfaces, is_loopback, own_host
 from hostring.transports.link import Link
 
-_SIOCGIFFLAGS: Final = 0x8913  # Linux: the flags of an interface
 _TIOCOUTQ: Final = 0x5411  # Linux: bytes in a TCP socket's send queue that the other host has not acknowledged
-_UP_AND_RUNNING: Final = 0x41
 
 
 def far_hosts(links: Mapping[int, Link]) -> dict[int, str]:
@@ -30,17 +28,22 @@ def far_hosts(links: Mapping[int, Link]) -> dict[int, str]:
     return found
 
 
-def interface_down(links: Mapping[int, Link], far: Collection[int]) -> str | None:
-    """The interfaces through which the links to `far` peers lead, when all are down; None when one is up or unknown."""
-    down = set()
+def lost_address(links: Mapping[int, Link], far: Collection[int]) -> str | None:
+    """This host's address on the links to `far` peers, when it is on no interface that is up; else None.
+
+    A lost carrier is no proof: both ends of a cable lose it.
+    """
+    there = interfaces()
+    if not all(i.name for i in there):  # a system whose interfaces can't be listed
+        return None
+    lost = set()
     for peer in far:
         with contextlib.suppress(OSError, ValueError), _socket(links[peer]) as sock:
             own = own_host(sock)
-            name = next((i.name for i in interfaces() if i.host == own and i.name), None)
-            if name is None or _is_up(name):
+            if own in {i.host for i in there}:
                 return None
-            down.add(name)
-    return ", ".join(sorted(down)) or None
+            lost.add(own)
+    return ", ".join(sorted(lost)) or None
 
 
 def unacknowledged(link: Link) -> bool:
@@ -54,17 +57,6 @@ def unacknowledged(link: Link) -> bool:
     except (OSError, ValueError):
         return False
     return bool(struct.unpack("i", answer)[0])
-
-
-def _is_up(name: str) -> bool:
-    if sys.platform != "linux":
-        return True
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        answer = fcntl.ioctl(sock.fileno(), _SIOCGIFFLAGS, struct.pack("16sH14x", name.encode(), 0))
-    flags: int = struct.unpack_from("16sH", answer)[1]
-    return flags & _UP_AND_RUNNING == _UP_AND_RUNNING
 
 
 def _socket(link: Link) -> socket.socket:
