@@ -9,6 +9,10 @@ from typing import Annotated, Any
 import typer
 
 
+_WORDS = ("collective", "schedule", "dtype")
+_COLUMNS = ("#", *_WORDS, "elements", "sent", "received", "us", "waited us", "for rank")
+
+
 def add(app: typer.Typer) -> None:
     app.command()(trace)
 
@@ -34,15 +38,19 @@ def trace(
     if not documents:
         raise ValueError(f"no hostring-*.json in {', '.join(map(str, files))}; run the ranks with HOSTRING_DUMP=DIR")
     console = Console()
+    if not console.is_terminal:  # a file has room for all columns
+        console.width = max(console.width, 120)
     for document in documents:
         title = f"{document['group']}, rank {document['rank']} of {document['world_size']}"
         table = Table(title=title, title_justify="left", caption=document["failure"], caption_justify="left")
-        for name in ("#", "collective", "dtype", "elements", "us", "waited us", "for rank"):
-            table.add_column(name, justify="left" if name in ("collective", "dtype") else "right")
+        for name in _COLUMNS:
+            table.add_column(name, justify="left" if name in _WORDS else "right", overflow="fold")
         for row in document["operations"][-last:]:
             late = "" if row["waited_for"] is None else str(row["waited_for"])
             times = (f"{row['seconds'] * 1e6:.1f}", f"{row['wait'] * 1e6:.1f}")
-            table.add_row(str(row["seq"]), row["collective"], row["dtype"], str(row["n_elements"]), *times, late)
+            words = (row["collective"], row["schedule"], row["dtype"])
+            figures = (str(row[name]) for name in ("n_elements", "sent", "received"))
+            table.add_row(str(row["seq"]), *words, *figures, *times, late)
         console.print(table)
     if chrome is not None:
         chrome.write_text(json.dumps(chrome_trace(documents)), encoding="utf-8")

@@ -90,11 +90,11 @@ class Engine:
         seconds[WAIT] += came - sent
         seconds[TRANSFER] += (sent - started) + (arrived - came)
         seconds[FOLD] += now - arrived
-        program, binding = direct.program, direct.binding
-        self._record((program.subject, seq, started, now, came - sent, now - arrived, late, direct.moved))
+        program, binding, moved = direct.program, direct.binding, direct.moved
         binding.runs += 1
         if binding.changed:
-            program.adapt()
+            moved = program.adapt()
+        self._record((program.subject, seq, started, now, came - sent, now - arrived, late, moved))
 
     def _spin(self, pipe: Pipe, view: memoryview) -> int:
         """Read until something comes, or for as long as spinning is worth while. Returns the number of bytes."""

@@ -127,10 +127,12 @@ class Program:
         self.stages = [self._stage(k, r) for k, r in enumerate(schedule.rounds) if r.sends or r.recvs or r.folds]
         self.direct = Direct.of(self)
 
-    def adapt(self) -> None:
-        """Follow a peer that has changed its dtype in the last run."""
+    def adapt(self) -> tuple[int, int]:
+        """Follow a peer that has changed its dtype in the last run. Returns that run's payload bytes sent and received."""
         self.binding.changed = False
         self.direct = Direct.of(self)
+        rows = self.binding.traffic().values()
+        return sum(row[1] for row in rows), sum(row[3] for row in rows)
 
     def _spot(self, r: Range) -> Spot:
         if r.buffer in (DATA, OUT):

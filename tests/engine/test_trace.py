@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import hostring
 from hostring.commands.cli import app
 from hostring.engine.recorder import KEPT, chrome_trace
+from hostring.topologies import TOPOLOGIES, schedule_name
 
 
 def test_every_operation_leaves_a_line(run_ranks: Any) -> None:
@@ -31,6 +32,44 @@ def test_every_operation_leaves_a_line(run_ranks: Any) -> None:
         assert all(0 <= r["wait"] + r["fold"] <= r["seconds"] for r in rows)
         assert all(r["waited_for"] is None or r["waited_for"] in {0, 1, 2} - {rank} for r in rows)
         assert [r["started"] for r in rows] == sorted(r["started"] for r in rows)
+
+
+def test_a_line_names_the_schedule_and_the_bytes(run_ranks: Any) -> None:
+    """The same bytes as the counters: in the short form, in several rounds, and when a peer's dtype makes them fewer."""
+
+    def body(comm: hostring.Comm) -> list[tuple[Any, ...]]:
+        found = []
+        calls: list[Any] = [
+            lambda: comm.all_reduce(np.ones(7, np.float32)),
+            lambda: comm.all_reduce(np.ones(300_000, np.float32)),
+            lambda: comm.all_reduce(np.ones(40, np.float16 if comm.rank == 1 else np.float32)),
+            lambda: comm.all_reduce(np.ones(40, np.float16 if comm.rank == 1 else np.float32)),
+            lambda: comm.broadcast(np.ones((2, 3), np.int16), root=1),
+            lambda: comm.all_gather(np.ones(5, np.float64)),
+            lambda: comm.barrier(),
+        ]
+        for call in calls:
+            before = comm.counters.payload_sent, comm.counters.payload_received
+            call()
+            moved = comm.counters.payload_sent - before[0], comm.counters.payload_received - before[1]
+            row = comm.recorder.rows()[-1]
+            found.append((row["schedule"], (row["sent"], row["received"]), moved))
+        return found
+
+    for rows in run_ranks(3, body):
+        names = [name for name, _, _ in rows]
+        assert names == ["mesh/one_shot", "mesh/two_shot", "mesh/one_shot", "mesh/one_shot", "mesh", "mesh", "mesh"]
+        for name, recorded, moved in rows:
+            assert recorded == moved, name
+        assert rows[0][1] == (2 * 28, 2 * 28)
+
+
+def test_every_schedule_has_a_name() -> None:
+    for topology in TOPOLOGIES.values():
+        assert schedule_name(topology.code << 8) == topology.name
+        for name, variant in topology.variants.items():
+            assert schedule_name(topology.code << 8 | variant.code) == f"{topology.name}/{name}"
+    assert schedule_name(0xFFFF) == "schedule 65535"
 
 
 def test_only_the_last_thousand_are_kept(run_ranks: Any) -> None:
@@ -74,6 +113,7 @@ def test_a_failure_is_dumped_by_every_rank_and_shown(
     assert shown.exit_code == 0, shown.output
     assert "all_reduce" in shown.output
     assert "operations of 2 ranks" in shown.output
+    assert "mesh/one_shot" in shown.output
     assert json.loads(out.read_text(encoding="utf-8")) == trace
 
 
