@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-
 _WORDS = ("collective", "schedule", "dtype")
 _COLUMNS = ("#", *_WORDS, "elements", "sent", "received", "us", "waited us", "for rank")
 
