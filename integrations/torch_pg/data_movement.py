@@ -6,6 +6,7 @@ The Comm moves one buffer; lists of tensors are packed into it and taken out of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hostring.integrations.torch_pg.call_options import given
 from hostring.integrations.torch_pg.calls import Calls, Timeout
 from hostring.integrations.torch_pg.profiling import Name
 from hostring.integrations.torch_pg.tensor_lists import (
+    check_plain,
     check_root,
     check_shares,
     check_writable,
@@ -45,6 +47,7 @@ class DataMovement:
     def broadcast(self, tensors: Any, opts: Any, root: int | None, timeout: Timeout) -> CommWork | None:
         tensors, opts = listed(tensors), given(c10d.BroadcastOptions, opts, rootRank=root, timeout=timeout)
         root, seconds = opts.rootRank, self._calls.seconds(opts.timeout)
+        check_plain("broadcast", tensors)
 
         def job() -> None:
             for tensor in tensors:
@@ -78,6 +81,7 @@ class DataMovement:
 
     def _all_gather_single_job(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Callable[[], None]:
         seconds = self._calls.seconds(opts.timeout)
+        check_plain("all_gather", chain(inputs, outputs))
         for output, input in zip(outputs, inputs, strict=True):
             check_shares("all_gather", output, input, self._comm.world_size)
         check_writable("all_gather", outputs)
@@ -91,6 +95,7 @@ class DataMovement:
     def _all_gather_job(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Callable[[], None]:
         """`outputs[k][r]` gets `inputs[k]` of rank r. Sizes may differ between ranks, if every rank knows them."""
         comm, seconds = self._comm, self._calls.seconds(opts.timeout)
+        check_plain("all_gather", chain(inputs, *outputs))
         for k, input in enumerate(inputs):
             check_writable("all_gather", outputs[k])
             if len(outputs[k]) != comm.world_size or outputs[k][comm.rank].numel() != input.numel():
@@ -117,6 +122,7 @@ class DataMovement:
         outputs, inputs = listed_twice(outputs), listed(inputs)
         opts = given(c10d.GatherOptions, opts, rootRank=root, timeout=timeout)
         root, seconds = opts.rootRank, self._calls.seconds(opts.timeout)
+        check_plain("gather", chain(inputs, *outputs))
         check_root("gather", self._comm.rank, self._comm.world_size, root, outputs, "output")
         for of_one in outputs:
             check_writable("gather", of_one)
@@ -134,6 +140,7 @@ class DataMovement:
         opts = given(c10d.GatherOptions, opts, timeout=timeout)
         root, seconds = opts.rootRank, self._calls.seconds(opts.timeout)
         out = output if self._comm.rank == root else None
+        check_plain("gather", [input] if out is None else [input, out])
         if out is not None:
             check_shares("gather", out, input, self._comm.world_size)
         return self._calls.run(
@@ -144,6 +151,7 @@ class DataMovement:
         outputs, inputs = listed(outputs), listed_twice(inputs)
         opts = given(c10d.ScatterOptions, opts, rootRank=root, timeout=timeout)
         root, seconds = opts.rootRank, self._calls.seconds(opts.timeout)
+        check_plain("scatter", chain(outputs, *inputs))
         check_root("scatter", self._comm.rank, self._comm.world_size, root, inputs, "input")
         check_writable("scatter", outputs)
 
@@ -159,6 +167,7 @@ class DataMovement:
     def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any, timeout: Timeout) -> CommWork | None:
         opts = given(c10d.AllToAllOptions, opts, timeout=timeout)
         seconds = self._calls.seconds(opts.timeout)
+        check_plain("all_to_all", chain(inputs, outputs))
         send, recv = [t.numel() for t in inputs], [t.numel() for t in outputs]
         check_writable("all_to_all", outputs)
 
@@ -181,6 +190,7 @@ class DataMovement:
     ) -> CommWork | None:
         opts = given(c10d.AllToAllOptions, opts, timeout=timeout)
         seconds = self._calls.seconds(opts.timeout)
+        check_plain("all_to_all", (input, output))
         send = splits("input", input, input_split_sizes, self._comm.world_size)
         recv = splits("output", output, output_split_sizes, self._comm.world_size)
         check_writable("all_to_all", [output])

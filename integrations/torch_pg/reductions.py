@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hostring.integrations.torch_pg.call_options import OPS, PREMUL, factor, giv
 from hostring.integrations.torch_pg.calls import Calls, Timeout
 from hostring.integrations.torch_pg.profiling import Name
 from hostring.integrations.torch_pg.sparse_all_reduce import all_reduce_sparse
-from hostring.integrations.torch_pg.tensor_lists import check_shares, check_writable, listed, listed_twice
+from hostring.integrations.torch_pg.tensor_lists import check_plain, check_shares, check_writable, listed, listed_twice
 
 Tensor = torch.Tensor
 
@@ -51,6 +52,7 @@ class Reductions:
         return self._all_reduce_each(ALL_REDUCE_COALESCED, tensors, opts)
 
     def _all_reduce_each(self, name: Name, tensors: list[Tensor], opts: Any) -> CommWork | None:
+        check_plain("all_reduce", tensors, sparse=True)
         op, seconds = OPS[hash(opts.reduceOp)], self._calls.seconds(opts.timeout)
         scale = factor(opts.reduceOp) if op == PREMUL else None
 
@@ -71,6 +73,7 @@ class Reductions:
 
     def reduce(self, tensors: Any, opts: Any, root: int | None, op: Any, timeout: Timeout) -> CommWork | None:
         tensors, opts = listed(tensors), given(c10d.ReduceOptions, opts, rootRank=root, reduceOp=op, timeout=timeout)
+        check_plain("reduce", tensors)
         name, root, seconds = OPS[hash(opts.reduceOp)], opts.rootRank, self._calls.seconds(opts.timeout)
         scale = factor(opts.reduceOp) if name == PREMUL else None
 
@@ -85,6 +88,7 @@ class Reductions:
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any, op: Any, timeout: Timeout) -> CommWork | None:
         outputs, inputs = listed(outputs), listed_twice(inputs)
+        check_plain("reduce_scatter", chain(outputs, *inputs))
         opts = given(c10d.ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
         return self._calls.run(REDUCE_SCATTER, self._reduce_scatter_job(outputs, inputs, opts), outputs, opts, outputs)
 
@@ -92,6 +96,7 @@ class Reductions:
         self, output: Tensor, input: Tensor, opts: Any, op: Any, timeout: Timeout
     ) -> CommWork | None:
         opts = given(c10d.ReduceScatterOptions, opts, reduceOp=op, timeout=timeout)
+        check_plain("reduce_scatter", (input, output))
         check_shares("reduce_scatter", input, output, self._comm.world_size)
         job = self._reduce_scatter_job([output], [input], opts)
         return self._calls.run(REDUCE_SCATTER_SINGLE, job, [output], opts, (input, output))
@@ -100,6 +105,7 @@ class Reductions:
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> CommWork | None:
         opts = given(c10d.ReduceScatterOptions, opts)
+        check_plain("reduce_scatter", chain(inputs, outputs))
         for output, input in zip(outputs, inputs, strict=True):
             check_shares("reduce_scatter", input, output, self._comm.world_size)
         job = self._reduce_scatter_job(outputs, inputs, opts)

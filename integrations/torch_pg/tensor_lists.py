@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,22 @@ def listed(x: Any) -> Any:
 def listed_twice(x: Any) -> Any:
     """The same for a list of tensors where the first form takes a list of lists."""
     return x if not x or isinstance(x[0], (list, tuple)) else [x]
+
+
+def check_plain(what: str, tensors: Iterable[Tensor], *, sparse: bool = False) -> None:
+    """Raise `TypeError` for a tensor that has no values, or more than one shape.
+
+    Args:
+        sparse: whether sparse COO tensors will do.
+    """
+    for tensor in tensors:
+        layout = tensor.layout
+        if tensor.is_nested:
+            raise TypeError(f"{what}: a nested tensor can't travel, since it has no single shape; unbind() it")
+        if tensor.is_meta:
+            raise TypeError(f"{what}: a meta tensor can't travel, since it holds no values; make it on a real device")
+        if layout is not torch.strided and not (sparse and layout is torch.sparse_coo):
+            raise TypeError(f"{what}: a tensor of layout {layout} can't travel; use to_dense()")
 
 
 def check_shares(what: str, whole: Tensor, share: Tensor, world_size: int) -> None:
