@@ -96,7 +96,7 @@ def init(
         RendezvousError, HandshakeError: the ranks did not find each other, or don't agree. The message names who.
         RuntimeError: this is neither Linux nor macOS.
     """
-    platforms.check_system()
+    platforms.prepare_process()
     from hostring.comm import Comm
     from hostring.group.config import from_environment
     from hostring.group.contract import contract, neighbours

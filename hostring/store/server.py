@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from hostring import platforms
 from hostring.store.client import GET_WAIT_S, MAX_MESSAGE_BYTES
 from hostring.store.protocol import pack, prove, proves, typed, unpack
 from hostring.store.streams import accept_all, end, receive, send
@@ -44,6 +45,7 @@ class StoreServer:
     """Serves a dictionary on `sockets` (bound and listening; it owns them) until `close`."""
 
     def __init__(self, sockets: Sequence[socket.socket], secret: bytes = b"") -> None:
+        platforms.fill_standard_streams()
         self.id = os.urandom(16)
         self.port: int = sockets[0].getsockname()[1]
         self._secret = secret
