@@ -38,7 +38,7 @@ from hostring.group import handshake, ring_file
 from hostring.group.group import Group
 from hostring.group.handshake import RefusedError
 from hostring.group.peer_info import Entry, PeerInfo, this_peer
-from hostring.launch.cluster import Token
+from hostring.launch.token import Token
 from hostring.store import protocol as message
 from hostring.store.client import StoreRefusedError, _Connection
 from hostring.transports import addresses

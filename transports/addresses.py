@@ -198,6 +198,14 @@ def hosts_to_bind(*, loopback: bool, spec: str | None, first: Sequence[str] = ()
     return list(dict.fromkeys(ordered))[:MAX_HOSTS] or ["127.0.0.1"]
 
 
+def with_own_scopes(host: str) -> list[str]:
+    """`host` as this host can dial it: a link-local address without a scope, once for each of its own interfaces."""
+    address = numeric(host)
+    if address is None or not address.is_link_local or address.version == 4 or "%" in host:
+        return [host]
+    return [f"{host}%{i.name}" for i in interfaces() if "%" in i.host]
+
+
 def scope_id(scope: str) -> int:
     """The number of an IPv6 scope, which may be written as an interface's name."""
     if not scope:

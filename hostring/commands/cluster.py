@@ -81,10 +81,14 @@ def join(
     again: Annotated[bool, typer.Option(help="Come back as the rank that this machine was.")] = False,
 ) -> None:
     """Join the cluster of a token, as its next free rank."""
-    from hostring.launch.cluster import Token, join
+    from hostring.launch.joining import join, wait_for_all
+    from hostring.launch.token import Token
 
     place = join(Token.parse(token), _text(name or platform.node()), rejoins=again)
     typer.echo(f"joined as rank {place.rank} of {place.token.world_size}")
+    if place.seat is not None:
+        typer.echo("waiting for the others, for as long as the token lives")
+    wait_for_all(place)
     raise typer.Exit(_run(program, module, place.environment()))
 
 

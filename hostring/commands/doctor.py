@@ -32,9 +32,9 @@ def doctor(
     token: Annotated[str | None, typer.Option(help="A join token to check.")] = None,
 ) -> None:
     """Check this host, and the links to others. The exit code is 1 when something will not work."""
-    from hostring.launch.cluster import Token
     from hostring.launch.doctor import check_host, check_token
     from hostring.launch.link_check import check_peer
+    from hostring.launch.token import Token
     from hostring.transports.addresses import split_address
 
     if listen is not None:

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import msgpack
 
 from hostring.errors import RendezvousError
+from hostring.group.pulse import Pulse
 from hostring.group.waiting import Waiting
 from hostring.store.stores import Store
 
 PAUSE_S = 0.02  # between two looks at the store
-BEAT_S = 0.1  # between two signs of life
 SILENT_S = 3.0  # without a sign of life, after which a process counts as dead
 GATHER_S = 3.5  # how long newcomers are waited for if it isn't sure who survived; more than SILENT_S
 
@@ -35,38 +35,6 @@ class Seat:
     rank: int
     world_size: int
     generation: int
-
-
-class _Pulse:
-    """Signs of life of one process: a counter in the store, which it advances and others watch."""
-
-    def __init__(self, store: Store, key: str) -> None:
-        self._store, self._key = store, key
-        self._value = -1
-        self._changed = time.monotonic()
-        self._due = 0.0
-        self._heard = False
-
-    def beat(self) -> None:
-        now = time.monotonic()
-        if now >= self._due:
-            self._due = now + BEAT_S
-            self._store.add(self._key, 1)
-
-    def silent(self) -> bool:
-        """Whether this watcher has heard nothing for `SILENT_S`."""
-        now = time.monotonic()
-        if now >= self._due:
-            self._due = now + BEAT_S
-            value = self._store.add(self._key, 0)
-            if value != self._value:
-                self._heard = self._value >= 0  # what was there before proves nothing
-                self._value, self._changed = value, now
-        return now - self._changed > SILENT_S
-
-    def lives(self) -> bool:
-        """Whether this watcher has heard a sign of life, and not too long ago."""
-        return not self.silent() and self._heard
 
 
 class Regrouping:
@@ -128,7 +96,7 @@ class Regrouping:
             RendezvousError: none was opened in time.
         """
         tried = 0
-        lobby = [_Pulse(self._store, f"{self._prefix}/lobby/{claim}") for claim in range(self._expected)]
+        lobby = [self._pulse(f"lobby/{claim}") for claim in range(self._expected)]
         while True:
             try:
                 generation = self._latest(tried)
@@ -164,10 +132,10 @@ class Regrouping:
         if self._store.check([f"{base}/list"]):
             return None
         number = self._store.add(f"{base}/count", 1)
-        mine, leader = _Pulse(self._store, f"{base}/{number}/here"), _Pulse(self._store, f"{base}/leader")
+        mine, leader = self._pulse(f"{generation}/{number}/here"), self._pulse(f"{generation}/leader")
         self._store.set(f"{base}/{number}", msgpack.packb(self._claim))
         if leads:
-            self._lead(base, number, mine, leader)
+            self._lead(generation, number, mine, leader)
         while not self._store.check([f"{base}/list"]):
             if leader.silent():
                 return None
@@ -177,9 +145,13 @@ class Regrouping:
         order = [arrival for _, arrival in sorted((claim, arrival) for claim, arrival in listed)]
         return Seat(order.index(number), len(order), generation) if number in order else None
 
-    def _lead(self, base: str, number: int, mine: _Pulse, leader: _Pulse) -> None:
+    def _pulse(self, key: str) -> Pulse:
+        return Pulse(self._store, f"{self._prefix}/{key}", SILENT_S)
+
+    def _lead(self, generation: int, number: int, mine: Pulse, leader: Pulse) -> None:
         """Wait until enough processes came, with all known survivors, then write the list."""
-        pulses: dict[int, _Pulse] = {}
+        base = f"{self._prefix}/{generation}"
+        pulses: dict[int, Pulse] = {}
         claims: dict[int, int] = {}
         newest = time.monotonic()
         while True:
@@ -188,7 +160,7 @@ class Regrouping:
             count = self._store.add(f"{base}/count", 0)
             for k in range(len(pulses) + 1, count + 1):
                 newest = time.monotonic()
-                pulses[k] = _Pulse(self._store, f"{base}/{k}/here")
+                pulses[k] = self._pulse(f"{generation}/{k}/here")
                 claims[k] = self._claim_of(f"{base}/{k}")
             here = [k for k, pulse in pulses.items() if k == number or pulse.lives()]
             known = 0 if self._survivors is None else self._survivors()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from hostring.group.host_info import cpu_quota, usable_cores
-from hostring.launch.cluster import Token
+from hostring.launch.token import Token
 from hostring.transports.addresses import (
     Interface,
     choose,

@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hostring.errors import HandshakeError, RendezvousError
-from hostring.launch.cluster import Cluster, Token, join
+from hostring.launch import cluster as opening
+from hostring.launch import seats
+from hostring.launch.cluster import Cluster
+from hostring.launch.joining import join, wait_for_all
+from hostring.launch.token import Token
+from hostring.transports import addresses, tcp
+from hostring.transports.addresses import Interface
 
 
 @pytest.fixture
@@ -113,6 +119,115 @@ def test_progress_names_who_is_missing(cluster: Cluster) -> None:
     thread.join(10)
     assert {0, 1} in seen
     assert seen[-1] == {0, 1, 2}
+
+
+# ------------------------------------------------------------------ waiting for the others
+
+
+def waiting(token: Token, name: str, **kwargs: Any) -> tuple[Any, threading.Thread, list[Any]]:
+    """Joins, and waits for the others in a thread. The list gets what ended the wait: None, or an exception."""
+    place, ended = join(token, name), []
+
+    def body() -> None:
+        try:
+            ended.append(wait_for_all(place, **kwargs))
+        except BaseException as exc:
+            ended.append(exc)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    return place, thread, ended
+
+
+def test_a_joined_machine_waits_for_the_last_one_whatever_its_own_timeout(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times are a twentieth: a rank is silent after 0.25 s, a start times out after 0.5 s, the last joins after 1.5 s."""
+    monkeypatch.setattr(seats, "SILENT_S", 0.25)
+    monkeypatch.setenv("HOSTRING_TIMEOUT", "0.5")
+    opened: list[Any] = []
+    inviting = threading.Thread(target=lambda: opened.append(cluster.wait()), daemon=True)
+    inviting.start()
+    _, first, ended = waiting(cluster.token, "spark")
+    time.sleep(1.5)
+    assert ended == []
+    _, second, also = waiting(cluster.token, "dbc")
+    for thread in (first, second, inviting):
+        thread.join(20)
+    assert (ended, also) == ([None], [None])
+    assert opened == [{0: "evo", 1: "spark", 2: "dbc"}]
+
+
+def test_a_machine_that_fell_silent_is_not_counted_and_its_rank_is_free(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seats, "SILENT_S", 0.5)
+    seen: list[dict[int, str]] = []
+    inviting = threading.Thread(target=lambda: seen.append(cluster.wait(lambda here, left: seen.append(here))))
+    inviting.start()
+    join(cluster.token, "dead")  # and never shows that it is there
+    time.sleep(1.0)
+    end = time.monotonic() + 20
+    while seen[-1] != {0: "evo"} and time.monotonic() < end:
+        time.sleep(0.05)
+    ranks = [waiting(cluster.token, name)[0].rank for name in ("spark", "dead")]
+    inviting.join(20)
+    assert ranks == [1, 2]
+    assert {0: "evo", 1: "dead"} in seen
+    assert seen[-1] == {0: "evo", 1: "spark", 2: "dead"}
+
+
+def test_a_machine_that_leaves_gives_up_its_rank(cluster: Cluster) -> None:
+    def leave(left: float) -> None:
+        raise KeyboardInterrupt
+
+    place, thread, ended = waiting(cluster.token, "spark", progress=leave)
+    thread.join(20)
+    assert place.rank == 1
+    assert [type(exc) for exc in ended] == [KeyboardInterrupt]
+    assert join(cluster.token, "dbc").rank == 1
+    assert join(cluster.token, "spark").rank == 2
+
+
+def test_those_who_wait_are_told_that_the_token_has_expired() -> None:
+    cluster = Cluster(3, name="evo", hosts=["127.0.0.1"], lifetime=2)
+    try:
+        _, thread, ended = waiting(cluster.token, "spark")
+        with pytest.raises(RendezvousError, match="missing are ranks 2"):
+            cluster.wait()
+        thread.join(20)
+        assert [type(exc) for exc in ended] == [HandshakeError]
+        assert "the token has expired; ranks 2 never joined" in str(ended[0])
+    finally:
+        cluster.close()
+
+
+def test_those_who_wait_are_told_that_the_cluster_was_closed() -> None:
+    cluster = Cluster(3, name="evo", hosts=["127.0.0.1"])
+    _, thread, ended = waiting(cluster.token, "spark")
+    cluster.close()
+    thread.join(20)
+    assert [type(exc) for exc in ended] == [HandshakeError]
+    assert "the machine that opened the cluster has closed it" in str(ended[0])
+
+
+def test_a_token_holds_no_name_of_an_interface_and_each_machine_tries_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = [("lo", "::1"), ("en0", "192.168.7.9"), ("en0", "fe80::9%en0"), ("wl", "fe80::9%wl")]
+    ours = [Interface(name, host) for name, host in hosts]
+    monkeypatch.setattr(addresses, "interfaces", lambda: ours)
+    assert addresses.with_own_scopes("fe80::1") == ["fe80::1%en0", "fe80::1%wl"]
+    for host in ("192.168.7.1", "169.254.1.1", "fd00::1", "evo", "fe80::1%en0"):
+        assert addresses.with_own_scopes(host) == [host]
+    real = tcp.listen_at  # "fe80::1%eth7" can't be listened at here: an address of loopback stands in for it
+    monkeypatch.setattr(opening, "listen_at", lambda host, port: real(host.replace("fe80::1%eth7", "127.0.0.2"), port))
+    cluster = Cluster(2, name="evo", hosts=["127.0.0.1", "fe80::1%eth7"])
+    try:
+        assert [host for host, _ in Token.parse(str(cluster.token)).addresses] == ["127.0.0.1", "fe80::1"]
+    finally:
+        cluster.close()
+
+
+# ------------------------------------------------------------------ from the command line
 
 
 @pytest.mark.faults

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from hostring.commands.cli import app
 from hostring.commands.doctor import _show
 from hostring.launch import doctor as checks
-from hostring.launch.cluster import Token
 from hostring.launch.doctor import Finding, check_host, check_token
 from hostring.launch.link_check import Listener, check_peer
+from hostring.launch.token import Token
 from hostring.transports import addresses
 from hostring.transports.addresses import Interface, choose, is_loopback
 

@@ -13,7 +13,7 @@ import pytest
 import segno
 
 from hostring.commands.qr import QUIET_ZONE, Terminal, qr_code
-from hostring.launch.cluster import Token
+from hostring.launch.token import Token
 
 TOKEN = str(Token((("192.168.77.1", 9002), ("fd00::2", 9002)), 3, 1_800_000_000, bytes(range(16))))
 SIZE = segno.make(TOKEN, error="l").symbol_size(border=QUIET_ZONE)[0]

@@ -1,0 +1,134 @@
+"""The joining side of a cluster: takes a rank with a token, and waits until all others have joined as well."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hostring.errors import HandshakeError, RendezvousError
+from hostring.launch import seats
+from hostring.launch.token import Token
+from hostring.store.client import StoreRefusedError, TcpStore
+from hostring.transports.addresses import Address, join_address, with_own_scopes
+
+PAUSE_S = 0.1  # between two looks at the store
+
+
+@dataclass(frozen=True)
+class Place:
+    """What this machine is in the cluster.
+
+    Attributes:
+        rejoins: it had this rank before.
+        seat: how it shows that it is still there; None for a machine that rejoins or has opened the cluster.
+    """
+
+    token: Token
+    address: Address
+    rank: int
+    rejoins: bool = False
+    seat: seats.Seat | None = field(default=None, repr=False)
+
+    def environment(self) -> dict[str, str]:
+        """The variables under which `hostring.init` finds the group. The secret is among them: never print them."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.token.world_size),
+            "MASTER_ADDR": self.address[0],
+            "MASTER_PORT": str(self.address[1]),
+            "HOSTRING_STORE": join_address(*self.address),
+            "HOSTRING_SECRET": self.token.secret.hex(),
+            "HOSTRING_CLUSTER": "1",  # lets a program say how to come back
+            **({"HOSTRING_REJOIN": "1"} if self.rejoins else {}),
+        }
+
+
+def join(token: Token, name: str, *, rejoins: bool = False, timeout: float = 10.0) -> Place:
+    """Take the next free rank of the cluster that `token` names.
+
+    Args:
+        name: of this machine, one per rank.
+        rejoins: come back as the rank that `name` had.
+
+    Raises:
+        HandshakeError: the token has expired or is used up, or `name` has joined already (or, coming back, never did).
+        RendezvousError: nobody answers at its addresses, or not with its secret.
+    """
+    if not rejoins and time.time() > token.expires:
+        raise HandshakeError(
+            f"this token expired {time.time() - token.expires:.0f} s ago; "
+            f"ask for a new one (or set this machine's clock)"
+        )
+    addresses = [(host, port) for offered, port in token.addresses for host in with_own_scopes(offered)]
+    failures: list[str] = []
+    for address in addresses:
+        store = _store(token, address, time.monotonic() + timeout / len(addresses))
+        try:
+            if rejoins:
+                return Place(token, address, seats.rank_of(store, name), rejoins)
+            seat = seats.take(store, name, token.world_size)
+            return Place(token, address, seat.rank, seat=seat)
+        except StoreRefusedError as exc:
+            raise HandshakeError(f"the cluster at {join_address(*address)} does not know this token: {exc}") from exc
+        except HandshakeError:
+            raise
+        except OSError as exc:
+            failures.append(f"{join_address(*address)}: {exc}")
+        finally:
+            store.close()
+    raise RendezvousError(
+        f"nobody answers at the token's addresses; is the cluster still open? ({'; '.join(failures)})"
+    )
+
+
+def _store(token: Token, address: Address, deadline: float = 0.0) -> TcpStore:
+    return TcpStore.at(*address, secret=token.secret.hex().encode(), deadline=deadline)
+
+
+def wait_for_all(place: Place, progress: Callable[[float], None] = lambda left: None) -> None:
+    """Keep the rank of `place`, and wait until all have joined, for as long as the token lives.
+
+    A rank is given up when this ends in any other way, so that another machine can have it.
+
+    Args:
+        progress: called often, with the seconds until the token expires.
+
+    Raises:
+        HandshakeError: the token expired first, or this machine was silent for so long that it lost its rank.
+        RendezvousError: the machine that opened the cluster is gone.
+    """
+    if place.seat is None:
+        return
+    store = _store(place.token, place.address, time.monotonic() + seats.SILENT_S)
+    try:
+        store.reach()
+        store.deadline = 0.0
+        _wait(store, place.token, place.seat, progress)
+    except HandshakeError:
+        raise
+    except ConnectionError as exc:
+        if time.time() >= place.token.expires:
+            raise HandshakeError("the token expired before all had joined") from exc
+        raise RendezvousError(f"the machine that opened the cluster is gone: {exc}", 0) from exc
+    except BaseException:  # Ctrl-C
+        with contextlib.suppress(OSError):
+            seats.release(store, place.seat)
+        raise
+    finally:
+        store.close()
+
+
+def _wait(store: TcpStore, token: Token, seat: seats.Seat, progress: Callable[[float], None]) -> None:
+    pulse = seats.pulse(store, seat)
+    while not store.check(["cluster/complete"]):
+        if store.check(["cluster/closed"]):
+            raise HandshakeError(store.get("cluster/closed", 1.0).decode())
+        if seats.holder(store, seat.rank) != seat:
+            raise HandshakeError(
+                f"this machine was silent for more than {seats.SILENT_S:.0f} s and lost rank {seat.rank}; join again"
+            )
+        pulse.beat()
+        progress(token.expires - time.time())
+        time.sleep(PAUSE_S)
