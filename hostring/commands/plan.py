@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,6 +103,8 @@ def topology(
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 120  # for a file, where nothing is cut
+    known = from_links(found, high) if found is not None else ethernet(high)
+    console.print(assumed(known, links), soft_wrap=True)
     points = []
     for size in nbytes:
         with console.status(f"pricing {size} bytes"):
@@ -115,6 +118,26 @@ def topology(
             console.print(text, soft_wrap=True)
     if json:
         _write(json, points)
+
+
+def assumed(network: Network, path: str) -> str:
+    """In words: that all prices are predicted, and for which links. `path`: of the file that describes them, or ""."""
+
+    def speed(rate: float) -> str:
+        return "no limit" if rate == float("inf") else f"{rate / GBIT / PAYLOAD:.4g} Gbit/s"
+
+    from hostring.cost.network import GBIT, PAYLOAD
+
+    rates = [(host.send_rate, host.recv_rate) for host in network.hosts]
+    usual = statistics.mode(rates)
+    source = f"the links in {path}" if path else "links that are assumed (describe yours by --links FILE)"
+    parts = [f"{speed(usual[0])} and {network.line.latency * 1e6:.4g} us between hosts"]
+    for rank, (send, recv) in enumerate(rates):
+        if (send, recv) != usual:
+            parts.append(f"rank {rank} sends {speed(send)}, receives {speed(recv)}")
+    for (src, dst), line in sorted(network.special.items()):
+        parts.append(f"{src} to {dst} {speed(line.rate)}, {line.latency * 1e6:.4g} us")
+    return f"all prices are predicted, for {source}: {'; '.join(parts)}"
 
 
 def parse_ranks(text: str) -> tuple[int, int]:
@@ -186,7 +209,12 @@ def points_table(row: list[Point]) -> Table:
     from hostring.bench.sizes import show
 
     table = Table(
-        "ranks", *_NAMES, "best", "hub is", "limit", title=f"all_reduce of {show(row[0].nbytes)} bytes, milliseconds"
+        "ranks",
+        *_NAMES,
+        "best",
+        "hub is",
+        "limit",
+        title=f"all_reduce of {show(row[0].nbytes)} bytes, predicted milliseconds",
     )
     for point in _telling(row):
         cells = [f"{point.offers[n].seconds * 1e3:.3f}" if n in point.offers else "-" for n in _NAMES]
@@ -222,13 +250,14 @@ def verdict(row: list[Point]) -> list[str]:
         part, share = active.hub
         gain = active.offers["star"].seconds / active.free
         lines = [
-            f"{size}: the hub is the active constraint of a star from {active.world_size} ranks on: it is {_PARTS[part]} "
-            f"{100 * share:.0f} % of the time, and without its limits the star would be {gain:.1f}x as fast"
+            f"{size}: the hub is the active constraint of a star from {active.world_size} ranks on: it is "
+            f"{_PARTS[part]} {100 * share:.0f} % of the time, and without its limits the star would be {gain:.1f}x as fast"
         ]
     change = change_from(row)
     if change is None:
         lines.append(
-            f"{size}: no topology is more than {100 * (BETTER - 1):.0f} % better than the star for all of the larger groups"
+            f"{size}: no topology is more than {100 * (BETTER - 1):.0f} % better than the star "
+            "for all of the larger groups"
         )
         return lines
     first, then = (f"{p.best.topology}/{p.best.variant}" for p in (change, last))

@@ -1,4 +1,4 @@
-"""`hostring tune`: measures a group's links, tries its schedules, and keeps the result for later groups on these hosts."""
+"""`hostring tune`: measures a group's links, tries its schedules, and keeps the result for later groups."""
 
 from __future__ import annotations
 
@@ -27,43 +27,76 @@ def add(app: typer.Typer) -> None:
     app.command()(tune)
 
 
+Ranks = Annotated[int | None, typer.Option("-n", "--ranks", min=2, help="Start so many ranks here; 2 by default.")]
+Sizes = Annotated[str, typer.Option(help="Sizes and ranges, such as 64B:16M (times 4 each).")]
+Order = Annotated[str, typer.Option(help="Fold order: rank, ring or tree.")]
+Links = Annotated[str, typer.Option(help="Whose links to tune: auto, mesh, ring, star or tree; or rules.")]
+Transport = Annotated[str, typer.Option(help="auto, tcp, unix or shm. Groups of the same transport use the result.")]
+Trials = Annotated[bool, typer.Option(help="Try the promising schedules; otherwise only measure links, and predict.")]
+Seconds = Annotated[float, typer.Option(help="For one point of one round.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds.")]
+Pin = Annotated[bool, typer.Option("--pin", help="Put rank r of this machine on core r.")]
+Save = Annotated[
+    bool | None,
+    typer.Option(
+        help="Keep the result for later groups on these hosts. By default, when a second measurement confirms it."
+    ),
+]
+Output = Annotated[str, typer.Option(metavar="FILE", help="Save it here, for HOSTRING_TUNING=FILE, not in the cache.")]
+Details = Annotated[
+    bool, typer.Option("--details", help="Show every schedule that was tried, not only the chosen ones.")
+]
+
+
 def tune(
-    ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", min=2, help="Start so many ranks here; 2 when nothing started us.")
-    ] = None,
-    sizes: Annotated[str, typer.Option(help="Sizes and ranges, such as 64B:16M (times 4 each).")] = "64B:16M",
-    order: Annotated[str, typer.Option(help="Fold order: rank, ring or tree.")] = "rank",
-    topology: Annotated[
-        str, typer.Option(help="Whose links to tune: auto, mesh, ring, star or tree; or rules.")
-    ] = "auto",
-    transport: Annotated[
-        str, typer.Option(help="auto, tcp, unix or shm. What was found is used for the same word.")
-    ] = "auto",
-    trials: Annotated[
-        bool, typer.Option(help="Try the promising schedules; otherwise only measure links, and predict.")
-    ] = True,
-    seconds: Annotated[float, typer.Option(help="For one point of one round.")] = 0.02,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
-    pin: Annotated[bool, typer.Option("--pin", help="Put rank r of this machine on core r.")] = False,
-    save: Annotated[bool, typer.Option(help="Keep it for later groups on these hosts.")] = True,
-    output: Annotated[
-        str, typer.Option(metavar="FILE", help="Where to, for HOSTRING_TUNING=FILE; not the cache directory.")
-    ] = "",
-    details: Annotated[
-        bool, typer.Option("--details", help="Show every schedule that was tried, not only the chosen ones.")
-    ] = False,
+    ranks: Ranks = None,
+    sizes: Sizes = "64B:16M",
+    order: Order = "rank",
+    topology: Links = "auto",
+    transport: Transport = "auto",
+    trials: Trials = True,
+    seconds: Seconds = 0.02,
+    rounds: Rounds = 5,
+    pin: Pin = False,
+    save: Save = None,
+    output: Output = "",
+    details: Details = False,
 ) -> None:
     """Measure links and schedules, and print what will be chosen for every collective and size.
 
-    Runs inside torchrun, mpirun, srun or hostring launch, on the hosts that are to be tuned; without one it starts the ranks here.
+    Runs inside torchrun, mpirun, srun or hostring launch, on the hosts to be tuned; else it starts the ranks here.
+    What was chosen is measured a second time. The exit code is 1 when that doesn't confirm it.
     """
     from hostring.bench.sizes import parse_sizes
-    from hostring.group.environment import launched
-    from hostring.launch.cores import pin as pin_to_core
     from hostring.topologies.rules import read_rules
 
     nbytes = parse_sizes(sizes)
     read_rules(topology, order)
+    _start_ranks(ranks, pin)
+    os.environ["HOSTRING_TUNING"] = "off"  # what is tuned are the defaults, not what an earlier run left
+    import hostring
+    from hostring.tuning.recheck import recheck
+    from hostring.tuning.trial import tune as tune_group
+
+    with (
+        hostring.init(topology=topology, order=order, transport=transport) as comm,
+        _spoken(comm.rank == 0) as (console, say),
+    ):
+        session = comm.session
+        found = tune_group(session, sizes=nbytes, measured=trials, seconds=seconds, rounds=rounds, say=say)
+        doubts = recheck(session, found, nbytes, seconds, say)
+        if comm.rank == 0:
+            _show(console, session, found, nbytes, details)
+            _keep(console, session, found, output, doubts, save)
+    if doubts and save is None:
+        raise typer.Exit(1)
+
+
+def _start_ranks(ranks: int | None, pin: bool) -> None:
+    """Go on as one of the ranks that a launcher started; without one, start them, and exit when they have ended."""
+    from hostring.group.environment import launched
+    from hostring.launch.cores import pin as pin_to_core
+
     place = launched(os.environ)
     if place is None:
         from hostring.launch.ranks import launch
@@ -73,24 +106,29 @@ def tune(
         raise ValueError(f"--ranks {ranks}, but {place.by} started {place.world_size}; leave out --ranks")
     if pin:
         pin_to_core(place.local_rank if place.local_rank is not None else place.rank)
-    os.environ["HOSTRING_TUNING"] = "off"  # what is tuned are the defaults, not what an earlier run left
-    import hostring
-    from hostring.tuning import trial
-
-    with (
-        hostring.init(topology=topology, order=order, transport=transport) as comm,
-        _spoken(comm.rank == 0) as (console, say),
-    ):
-        found = trial.tune(comm.session, sizes=nbytes, measured=trials, seconds=seconds, rounds=rounds, say=say)
-        if comm.rank == 0:
-            _show(console, comm.session, found, nbytes, details)
-            if save or output:
-                _keep(console, comm.session, found, output)
 
 
-def _keep(console: Console, session: Session, found: Tuning, output: str) -> None:
+def _keep(
+    console: Console, session: Session, found: Tuning, output: str, doubts: list[str], wanted: bool | None
+) -> None:
+    """Save `found` where it is to be saved, and say so.
+
+    Args:
+        doubts: see `recheck`. wanted: save it or not, whatever the doubts; None leaves it to them.
+    """
     from hostring.tuning.tables import save, tuning_path
 
+    for doubt in doubts:
+        console.print(f"not confirmed: {doubt}", soft_wrap=True)
+    if wanted is False and not output:
+        return
+    if doubts and wanted is None:
+        console.print(
+            "not saved: try again when nothing else runs on these hosts, with more --rounds or --seconds; "
+            "--save keeps it all the same",
+            soft_wrap=True,
+        )
+        return
     path = Path(output) if output else tuning_path(session)
     save(found, path)
     use = (
@@ -121,7 +159,7 @@ def _show(console: Console, session: Session, found: Tuning, sizes: list[int], d
 
     cores = len(usable_cores())
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > 2 * max(cores, session.world_size):
-        console.print(f"the load of this machine is {os.getloadavg()[0]:.1f}: what others do here is in all figures")
+        console.print(f"the load of this machine is {os.getloadavg()[0]:.1f}: the figures include what else runs here")
     console.print(links_table(found.network))
     console.print(matrix(session, found, sizes))
     console.print(errors_table(session, found, sizes, details))
@@ -137,7 +175,10 @@ def links_table(network: Network) -> Table:
     for h, host in enumerate(network.hosts):
         ranks = ", ".join(str(r) for r, home in enumerate(network.home) if home == h)
         table.add_section()
-        costs = f"{host.per_message * 1e6:.2f} us a message, {host.per_byte * 1e12:.0f} ps a byte, folds {host.fold_rate / 1e9:.1f} GB/s"
+        costs = (
+            f"{host.per_message * 1e6:.2f} us a message, {host.per_byte * 1e12:.0f} ps a byte, "
+            f"folds {host.fold_rate / 1e9:.1f} GB/s"
+        )
         table.add_row(
             f"ranks {ranks}", "", "", f"sends {_rate(host.send_rate)}, receives {_rate(host.recv_rate)}; {costs}"
         )

@@ -165,10 +165,21 @@ def _choose(curves: Sequence[Curve], nbytes: int, current: Curve | None) -> Curv
 
 def choice_in(table: Table, collective: str, nbytes: int) -> str:
     """The name of what `table` has for a size, as `Curve.name` writes it; "-" when it has nothing."""
-    for t in table.get(collective, ()):
-        if nbytes <= t.upto:
-            return Curve(collective, t.topology, t.variant, t.segment_nbytes).name
-    return "-"
+    threshold = _threshold(table, collective, nbytes)
+    if threshold is None:
+        return "-"
+    return Curve(collective, threshold.topology, threshold.variant, threshold.segment_nbytes).name
+
+
+def chosen_curve(curves: Sequence[Curve], table: Table, collective: str, nbytes: int) -> Curve | None:
+    """The one of `curves` that `table` has for a size."""
+    t = _threshold(table, collective, nbytes)
+    same = (c for c in curves if t is not None and c.collective == collective and c.way == (t.topology, t.variant))
+    return next((c for c in same if t is not None and c.segment_nbytes == t.segment_nbytes), None)
+
+
+def _threshold(table: Table, collective: str, nbytes: int) -> Threshold | None:
+    return next((t for t in table.get(collective, ()) if nbytes <= t.upto), None)
 
 
 def tuning_path(session: Session) -> Path:

@@ -89,6 +89,22 @@ def test_the_command_prints_prices_and_writes_them(tmp_path):
         assert r["best"] == min(r["offers"], key=lambda name: r["offers"][name]["seconds"])
 
 
+def test_the_links_are_printed_and_that_prices_are_predicted(tmp_path):
+    shown = run("plan", "topology", "--ranks", "2..3", "--sizes", "1M")
+    assert "all prices are predicted, for links that are assumed" in shown.stdout
+    assert "1 Gbit/s and 30 us between hosts" in shown.stdout
+    (tmp_path / "links.json").write_text(
+        '{"latency_us": 50, "gbit_per_s": 10, "ranks": {"0": {"send_gbit_per_s": 2.5}},'
+        ' "links": [{"from": 0, "to": 2, "latency_us": 400, "gbit_per_s": 0.1}]}',
+        encoding="utf-8",
+    )
+    shown = run("plan", "topology", "--ranks", "2..3", "--sizes", "1M", "--links", str(tmp_path / "links.json"))
+    line = shown.stdout.splitlines()[0]
+    assert line.startswith(f"all prices are predicted, for the links in {tmp_path / 'links.json'}: ")
+    for words in ("10 Gbit/s and 50 us", "rank 0 sends 2.5 Gbit/s, receives 10 Gbit/s", "0 to 2 0.1 Gbit/s, 400 us"):
+        assert words in line
+
+
 def test_a_wrong_links_file_is_named(tmp_path):
     (tmp_path / "links.json").write_text('{"latency": 60}', encoding="utf-8")
     shown = run("plan", "topology", "--links", str(tmp_path / "links.json"))
@@ -97,7 +113,7 @@ def test_a_wrong_links_file_is_named(tmp_path):
 
 
 def test_tuning_shows_a_matrix_and_saves_what_later_groups_use(tmp_path):
-    quick = ("--ranks", "2", "--sizes", "64,16K", "--rounds", "1", "--seconds", "0.001", "--details")
+    quick = ("--ranks", "2", "--sizes", "64,16K", "--rounds", "1", "--seconds", "0.001", "--details", "--save")
     cache = str(tmp_path / "cache")
     shown = run("tune", *quick, XDG_CACHE_HOME=cache)
     assert shown.returncode == 0, shown.stderr

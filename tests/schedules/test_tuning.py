@@ -19,7 +19,7 @@ from hostring.errors import HostringError
 from hostring.topologies import TOPOLOGIES
 from hostring.topologies.rules import read_rules
 from hostring.tuning import tables as tuning
-from hostring.tuning import trial
+from hostring.tuning import timing, trial
 from hostring.tuning.agreement import share
 from hostring.tuning.tables import Curve, Tuning, load, save
 
@@ -201,7 +201,7 @@ def test_a_group_can_be_measured_at_its_start(run_ranks, monkeypatch):
 
 
 def test_what_is_half_as_slow_again_is_not_tried_again():
-    ways = [trial._Way("all_reduce", "mesh", "one_shot", segment) for segment in (1, 2, 3, 4)]
+    ways = [timing.Way("all_reduce", "mesh", "one_shot", segment) for segment in (1, 2, 3, 4)]
     found = dict(zip(ways, (1.5, 1.0, 1.51, 9.0), strict=True))
-    assert trial._hopeful(ways, found) == ways[:2]
-    assert trial._hopeful(ways[2:], found) == []  # the best of all counts, also when it is no longer tried
+    assert timing.hopeful(ways, found) == ways[:2]
+    assert timing.hopeful(ways[2:], found) == []  # the best of all counts, also when it is no longer tried
