@@ -35,7 +35,15 @@ LAYERS = (
 )
 """Folders and top-level modules below `hostring`, the lowest first. Each imports what stands before its own line only."""
 
-MODEL_LAYERS = (("model",), ("checkpoint",), ("sharded", "spans", "stats"), ("generate",), ("demo",), ("",))
+MODEL_LAYERS = (
+    ("model",),
+    ("checkpoint",),
+    ("request", "prefix", "sharded", "stats"),
+    ("generate", "spans"),
+    ("conversation",),
+    ("demo",),
+    ("",),
+)
 """The same inside `integrations/llm`."""
 
 MAX_FILE_LINES = 300

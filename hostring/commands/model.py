@@ -9,14 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
+from hostring.command_line import need
+
 _LLM = "hostring.integrations.llm"
+_PACKAGES = ("torch", "safetensors", "tokenizers", "jinja2", "gguf")  # what the extra `llm` brings
 
 Model = Annotated[
     str | None, typer.Option(help="A GGUF file or a Hugging Face directory; the bundled model when not given.")
 ]
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="What to continue, or to answer; may be repeated.")]
 Chat = Annotated[
-    bool, typer.Option("--chat", help="Take more prompts from standard input, a line each, until its end.")
+    bool,
+    typer.Option("--chat", help="Hold a conversation: prompts from standard input, a line each; /new forgets it."),
 ]
 RejoinTimeout = Annotated[
     float,
@@ -33,6 +37,9 @@ TopP = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of the head rank's random numbers.")]
 TopologyName = Annotated[str, typer.Option(help="auto, mesh, ring, star or tree; a tree folds in its own order.")]
+Compile = Annotated[
+    str | None, typer.Option(help="Let torch compile the layers: on, off, or a backend; one for all, or one per rank.")
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.", dir_okay=False)]
 
 
@@ -71,6 +78,7 @@ def demo(
             help="Also run on one rank alone, and with one dtype on all ranks. Done by default, but not with --chat."
         ),
     ] = None,
+    compile: Compile = None,
     rejoin_timeout: RejoinTimeout = 300.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for start-up and for each collective.")] = 120.0,
 ) -> None:
@@ -79,28 +87,13 @@ def demo(
     By default two ranks, one computing in float16 and one in bfloat16, continue a text with the bundled model. A rank
     that dies while more prompts are to come is started again. The exit code is 1 when an answer broke off.
     """
+    options = dict(locals())
     from hostring.topologies.rules import check_order
 
-    order = _order(topology)
-    check_order(topology, order)
+    _need_model_packages("demo")
+    check_order(topology, _order(topology))
     _check_folder(json_file)
-    controls = not chat if controls is None else controls
-    job = _job(
-        model,
-        ranks,
-        dtypes,
-        device,
-        prompt,
-        max_tokens,
-        temperature,
-        top_k,
-        top_p,
-        seed,
-        controls,
-        chat,
-        rejoin_timeout,
-    )
-    result = _load("demo.demo").demo(job, topology=topology, order=order, timeout=timeout)
+    result = _load("demo.start").demo(_job(options, controls=not chat if controls is None else controls))
     _finish(result, json_file)
 
 
@@ -128,7 +121,11 @@ def generate(
         bool, typer.Option(help="Also run on one rank alone, and with one dtype on all ranks.")
     ] = False,
     stats: Annotated[bool, typer.Option(help="Print what it cost after the text.")] = True,
+    compile: Compile = None,
     rejoin_timeout: RejoinTimeout = 300.0,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds for start-up and for each collective; 30 by default.")
+    ] = None,
 ) -> None:
     """Do the demo's work as one rank of a group that a launcher started.
 
@@ -136,27 +133,14 @@ def generate(
     that dies while more prompts are to come is waited for; `hostring launch --rejoin 9` starts it again, elsewhere the
     line to run is printed. The exit code is 1 when an answer broke off.
     """
+    options = dict(locals())
     import hostring
 
+    _need_model_packages("generate")
     _check_folder(json_file)
-    with hostring.init(topology=topology, order=_order(topology)) as comm:
-        ranks = comm.world_size
-        job = _job(
-            model,
-            ranks,
-            dtypes,
-            None,
-            prompt,
-            max_tokens,
-            temperature,
-            top_k,
-            top_p,
-            seed,
-            controls,
-            chat,
-            rejoin_timeout,
-        )
-        result = _load("demo.demo").generate(job, comm, device=device, stats=stats)
+    with hostring.init(topology=topology, order=_order(topology), timeout=timeout) as comm:
+        job = _job(options, ranks=comm.world_size, device=None, timeout=comm.timeout)
+        result = _load("demo.start").generate(job, comm, device=device, stats=stats)
     if result is not None:
         _finish(result, json_file)
 
@@ -172,28 +156,31 @@ def _check_folder(json_file: Path | None) -> None:
         raise FileNotFoundError(f"--json {json_file}: there is no directory {json_file.parent}; make it first")
 
 
+def _need_model_packages(command: str) -> None:
+    """Before any process starts or waits for another."""
+    for package in _PACKAGES:
+        need(package, "llm", f"hostring {command}")
+
+
 def _load(name: str) -> Any:
-    """A module of the llm integration, which the core must not import by itself.
+    """A module of the llm integration, which the core must not import by itself."""
+    return importlib.import_module(f"{_LLM}.{name}")
 
-    Raises:
-        ModuleNotFoundError: its requirements are not installed.
+
+def _job(options: dict[str, Any], **decided: Any) -> Any:
+    """The job that the command line describes, under the names of `Job`.
+
+    Args:
+        options: the command's parameters by name.
+        decided: those that the command has decided itself.
     """
-    try:
-        return importlib.import_module(f"{_LLM}.{name}")
-    except ModuleNotFoundError as exc:
-        raise ModuleNotFoundError(
-            f"no module {exc.name}; this command needs it: pip install 'hostring[llm]'", name=exc.name
-        ) from exc
-
-
-def _job(
-    model: str | None, ranks: int | None, dtypes: str | None, devices: str | None, prompts: list[str] | None, max_tokens: int,
-    temperature: float, top_k: int, top_p: float, seed: int, controls: bool, chat: bool, patience: float,
-) -> Any:  # fmt: skip
-    return _load("demo.job").make_job(
-        model=model, ranks=ranks, dtypes=dtypes, devices=devices, prompts=prompts or (), max_tokens=max_tokens, temperature=temperature,
-        top_k=top_k, top_p=top_p, seed=seed, controls=controls, chat=chat, patience=patience,
-    )  # fmt: skip
+    given = {**options, **decided}
+    for name in ("json_file", "stats"):
+        given.pop(name, None)
+    for name, ours in (("prompt", "prompts"), ("device", "devices"), ("rejoin_timeout", "patience")):
+        given[ours] = given.pop(name)
+    given["prompts"] = given["prompts"] or ()
+    return _load("demo.job").make_job(order=_order(given["topology"]), **given)
 
 
 def _finish(result: dict[str, Any], json_file: Path | None) -> None:

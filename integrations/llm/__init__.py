@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hostring.integrations.llm.conversation import Conversation
     from hostring.integrations.llm.generate import Generation, Model, load_model
     from hostring.integrations.llm.model.config import ModelConfig
     from hostring.integrations.llm.model.sampling import Sampling
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hostring.integrations.llm.stats import Stats
 
 _HOMES = {
+    "Conversation": "conversation",
     "Generation": "generate",
     "Model": "generate",
     "ModelConfig": "model.config",
@@ -31,6 +33,7 @@ _HOMES = {
     "parallelize": "sharded",
 }
 __all__ = [
+    "Conversation",
     "Generation",
     "Model",
     "ModelConfig",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 
@@ -27,11 +28,15 @@ from hostring.integrations.llm.model.sampling import (
     local_candidates,
 )
 from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.prefix import PrefixCache
+from hostring.integrations.llm.request import HEAD_RANK, Request, share_request
 from hostring.integrations.llm.sharded import DTYPES, ShardedModel, build
-from hostring.integrations.llm.stats import Stats, expected_bytes, measured
+from hostring.integrations.llm.stats import Stats, Traffic, decode_measured, prefill_measured
 
-HEAD_RANK = 0
-_PREFILL_CHUNK = 512  # positions; bounds the memory of activations and the scratch of the reduction
+_PREFILL_CHUNK = 512  # positions in one forward pass; bounds the memory of activations and the scratch of the reduction
+
+
+Prompt = str | Sequence[int] | Callable[[], str | Sequence[int]] | None
 
 
 @dataclass
@@ -55,43 +60,69 @@ class Model:
     def comm(self) -> Comm:
         return self.sharded.comm
 
+    @cached_property
+    def rows_without_token(self) -> Tensor | None:
+        """Local rows of the head that stand for no token, which are never chosen. Files pad their vocabulary with them."""
+        known, mine = self.tokenizer.known_ids(), self.sharded.plan.vocab_of(self.comm.rank)
+        rows = [row for row, i in enumerate(mine) if i not in known]
+        return torch.tensor(rows, device=self.sharded.device) if rows else None
+
     def prompt_ids(self, text: str) -> list[int]:
         """Ids for a user's message: through the chat template where the checkpoint has one."""
-        if self.tokenizer.template is None:
+        if not self.tokenizer.templates.sources:
             return self.tokenizer.encode(text)
         return self.tokenizer.chat([{"role": "user", "content": text}])
 
     def generate(
         self,
-        prompt: str | Sequence[int] | None,
+        prompt: Prompt,
         sampling: Sampling | None = None,
         *,
         max_tokens: int = 128,
         on_text: Callable[[str], None] | None = None,
         on_token: Callable[[int], None] | None = None,
         cache: KVCache | None = None,
+        prefix: PrefixCache | None = None,
     ) -> Generation:
         """Complete a prompt. A collective: every rank calls it.
 
         Args:
-            prompt: a user's message (see `prompt_ids`), or ids. The head rank's counts; others may pass None.
+            prompt: a user's message (see `prompt_ids`), or ids, or what returns one of these. The head rank's counts;
+                others may pass None.
             sampling: how to choose, greedy when not given. The head rank's counts.
             max_tokens: the most to generate; fewer when the KV cache is full. The head rank's counts.
             on_text: called with pieces of text as they come, on the head rank only.
             on_token: called with every id as it comes, on every rank: what there is when a generation fails half-way.
             cache: an earlier turn's cache to continue from; a new one when not given. It holds all but the last token of
                 that turn's answer, which therefore starts the next prompt.
+            prefix: instead of a cache: what earlier prompts and answers left. What the prompt has in common with them from
+                the start is not computed again. All ranks pass one, or none does.
 
         Raises:
-            ValueError: an empty prompt, one that doesn't fit, or logits that are not numbers; on every rank.
+            ValueError: an empty prompt, one that doesn't fit, an id outside the vocabulary, or logits that are not
+                numbers; on every rank.
+            TypeError: the prompt is neither text nor a list of ids; on every rank.
             HostringError: the group failed.
         """
         started = perf_counter()
-        ids = self.prompt_ids(prompt) if isinstance(prompt, str) else list(prompt or [])
-        request = _share_request(self.comm, ids, sampling or Sampling(), max_tokens)
-        cache = self.sharded.new_cache() if cache is None else cache
-        request.fit(cache)
-        return _Run(self, request, cache, on_text, on_token, started).generation()
+        request = share_request(self.comm, lambda: self._request(prompt, sampling or Sampling(), max_tokens))
+        if prefix is not None:
+            _check_fit(request.ids, prefix.cache, 0)
+            ids, cache = prefix.reuse(self.comm, request.ids), prefix.cache
+        else:
+            ids, cache = list(request.ids), self.sharded.new_cache() if cache is None else cache
+            _check_fit(ids, cache, cache.length)
+        found = _Run(self, request, ids, cache, on_text, on_token, started).generation()
+        if prefix is not None:
+            prefix.ids = [*request.ids, *found.tokens[:-1]]
+        return found
+
+    def _request(self, prompt: Prompt, sampling: Sampling, max_tokens: int) -> Request:
+        """Runs on the head rank only."""
+        if callable(prompt):
+            prompt = prompt()
+        ids = self.prompt_ids(prompt) if isinstance(prompt, str) else () if prompt is None else prompt
+        return Request.checked(ids, sampling, max_tokens, self.sharded.config.vocab_size)
 
 
 def load_model(
@@ -104,6 +135,7 @@ def load_model(
     max_seq: int | None = None,
     replicate_embedding: bool = True,
     hash_activations: bool = False,
+    compile: bool | str = False,
 ) -> Model:
     """Load this rank's part of the checkpoint at `path` (a GGUF file or a HF directory), and its tokenizer.
 
@@ -114,7 +146,9 @@ def load_model(
         plan: which part of the model each rank holds; balanced by default. Must be the same on all ranks.
         max_seq: positions of the KV cache; by default what the model was trained for, but at most 4096.
         replicate_embedding: every rank holds all embedding rows. Otherwise they are split too, at one more reduction per step.
-        hash_activations: keep a running sha256 of the reduced hidden states.
+        hash_activations: keep a running sha256 of the reduced hidden states, and check that they are used.
+        compile: let torch compile the layers while the model is loaded; or the name of a backend of `torch.compile`.
+            Ranks may differ; the others wait for this one in their first collective, up to its timeout.
 
     Raises:
         ValueError: there is no such dtype or device (no weights were read then), or what `sharded.build` says.
@@ -130,39 +164,17 @@ def load_model(
         max_seq=max_seq,
         replicate_embedding=replicate_embedding,
         hash_activations=hash_activations,
+        compile=compile,
     )
     return Model(sharded, load_tokenizer(path))
 
 
-@dataclass(frozen=True)
-class _Request:
-    ids: list[int]
-    sampling: Sampling
-    max_tokens: int
-
-    def fit(self, cache: KVCache) -> None:
-        if not self.ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}; ask for at least 1")
-        if cache.length + len(self.ids) > cache.max_seq:
-            raise ValueError(
-                f"the prompt's {len(self.ids)} tokens don't fit the KV cache of {cache.max_seq} positions, {cache.length} of them taken; "
-                "raise max_seq or shorten the prompt"
-            )
-
-
-def _share_request(comm: Comm, ids: list[int], sampling: Sampling, max_tokens: int) -> _Request:
-    """The head rank's request, on every rank: two collectives, so that no rank can run with other options."""
-    whole = np.array([len(ids), max_tokens, sampling.top_k, sampling.seed], np.int64)
-    real = np.array([sampling.temperature, sampling.top_p], np.float64)
-    record = np.concatenate([whole.view(np.uint8), real.view(np.uint8)])
-    comm.broadcast(record, root=HEAD_RANK)
-    n_ids, max_tokens, top_k, seed = record[:32].view(np.int64).tolist()
-    temperature, top_p = record[32:].view(np.float64).tolist()
-    prompt = np.array(ids, np.int64) if comm.rank == HEAD_RANK else np.zeros(n_ids, np.int64)
-    comm.broadcast(prompt, root=HEAD_RANK)
-    return _Request(prompt.tolist(), Sampling(temperature, top_k, top_p, seed), max_tokens)
+def _check_fit(ids: Sequence[int], cache: KVCache, taken: int) -> None:
+    if taken + len(ids) > cache.max_seq:
+        raise ValueError(
+            f"the prompt's {len(ids)} tokens don't fit the KV cache of {cache.max_seq} positions, {taken} of them taken; "
+            "raise max_seq or shorten the prompt"
+        )
 
 
 class _Run:
@@ -171,29 +183,31 @@ class _Run:
     def __init__(
         self,
         model: Model,
-        request: _Request,
+        request: Request,
+        ids: list[int],
         cache: KVCache,
         on_text: Callable[[str], None] | None,
         on_token: Callable[[int], None] | None,
         started: float,
     ) -> None:
-        self.model, self.request, self.cache, self.started = model, request, cache, started
+        self.model, self.request, self.ids, self.cache, self.started = model, request, ids, cache, started
         self.sharded, self.comm = model.sharded, model.comm
         self.on_text = on_text if self.comm.rank == HEAD_RANK else None
         self.on_token = on_token
         self.sampler = Sampler(request.sampling)
         self.n_candidates = request.sampling.candidates(max(self.sharded.plan.vocab))
-        self.limit = min(request.max_tokens, cache.max_seq - cache.length - len(request.ids) + 1)
+        self.limit = min(request.max_tokens, cache.max_seq - cache.length - len(ids) + 1)
         self.stream = model.tokenizer.stream()
         self.tokens: list[int] = []
 
     def generation(self) -> Generation:
-        self.sharded.reducer.restart_hash()
-        stats, begun = self._expected(), perf_counter()
-        status = self._decide(self._prefill())
-        now = perf_counter()
-        stats.ttft_s, stats.prefill_tokens_per_s = now - self.started, stats.prompt_tokens / (now - begun)
-        with measured(stats, self.comm):
+        audit = self.sharded.reducer.audit
+        if audit is not None:
+            audit.restart()
+        stats = self._expected()
+        with prefill_measured(stats, self.comm, self.started):
+            status = self._decide(self._prefill())
+        with decode_measured(stats, self.comm, self.sharded.reducer.clock):
             token = torch.zeros(1, 1, dtype=torch.long, device=self.sharded.device)
             while status == GO_ON:
                 token.fill_(self.tokens[-1])
@@ -201,22 +215,35 @@ class _Run:
             stats.generated_tokens = len(self.tokens)
         if self.on_text is not None and (rest := self.stream.finish()):
             self.on_text(rest)
-        stats.activation_sha256 = self.sharded.reducer.sha256
+        if audit is not None:
+            stats.activation_sha256, stats.wrong_steps = audit.sha256, audit.wrong_steps
         reason = "eos" if status == STOP_EOS else "length"
         return Generation(self.tokens, self.model.tokenizer.decode(self.tokens), reason, stats)
 
+    def _chunks(self) -> list[int]:
+        """Positions of each forward pass over the prompt."""
+        whole, rest = divmod(len(self.ids), _PREFILL_CHUNK)
+        return [_PREFILL_CHUNK] * whole + [rest] * (rest > 0)
+
     def _expected(self) -> Stats:
-        reductions = self.sharded.reductions_per_step
+        traffic = Traffic(
+            self.comm,
+            self.sharded.config.hidden_size,
+            self.sharded.reductions_per_step,
+            2 * self.n_candidates,
+            HEAD_RANK,
+        )
         return Stats(
             prompt_tokens=len(self.request.ids),
-            expected_collectives_per_token=reductions + 1,
-            expected_bytes_per_token=expected_bytes(
-                self.comm, self.sharded.config.hidden_size, reductions, 2 * self.n_candidates, HEAD_RANK
-            ),
+            reused_tokens=len(self.request.ids) - len(self.ids),
+            expected_collectives_per_token=traffic.collectives([1]),
+            expected_bytes_per_token=traffic.nbytes([1]),
+            expected_prefill_collectives=traffic.collectives(self._chunks()),
+            expected_prefill_bytes=traffic.nbytes(self._chunks()),
         )
 
     def _prefill(self) -> Tensor:
-        ids = torch.tensor([self.request.ids], device=self.sharded.device)  # (1, prompt)
+        ids = torch.tensor([self.ids], device=self.sharded.device)  # (1, prompt)
         for chunk in torch.split(ids, _PREFILL_CHUNK, 1):
             logits = self.sharded.step(chunk, self.cache)
         return logits
@@ -224,7 +251,7 @@ class _Run:
     def _decide(self, logits: Tensor) -> int:
         """One collective: candidates in, token and status out. logits: (1, local vocabulary)."""
         first = self.sharded.plan.vocab_of(self.comm.rank).start
-        mine = local_candidates(logits[0], self.n_candidates, first)
+        mine = local_candidates(self._known(logits[0]), self.n_candidates, first)
         token, status = self.comm.decide(mine, self._choose, root=HEAD_RANK)[:, 0].tolist()
         if status == NOT_FINITE:
             raise ValueError(
@@ -236,6 +263,11 @@ class _Run:
         if self.on_text is not None and (piece := self.stream.push(token)):
             self.on_text(piece)
         return int(status)
+
+    def _known(self, logits: Tensor) -> Tensor:
+        """The logits, where rows without a token can't win."""
+        unknown = self.model.rows_without_token
+        return logits if unknown is None else logits.index_fill(0, unknown, -torch.inf)
 
     def _choose(self, stacked: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Runs on the head rank only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from hostring import Comm
 from hostring.integrations.llm.checkpoint.checkpoint import Checkpoint
 from hostring.integrations.llm.checkpoint.layout import TensorSlice, slices_of_rank
 from hostring.integrations.llm.checkpoint.whole_model import ModuleCheckpoint
+from hostring.integrations.llm.model.audit import StreamAudit
 from hostring.integrations.llm.model.cache import KVCache
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.devices import find_device
@@ -41,7 +43,8 @@ class ShardedModel:
         reducer: where partial sums are added up.
         max_seq: positions that the KV cache holds.
         reductions_per_step: reductions in one forward pass.
-        one_row: the short way for a single token, on CPUs; None elsewhere.
+        compiled: torch has compiled the layers.
+        one_row: the short way for a single token, on CPUs; None elsewhere, and where the layers are compiled.
     """
 
     decoder: Decoder
@@ -53,10 +56,11 @@ class ShardedModel:
     reducer: HiddenReducer
     max_seq: int
     reductions_per_step: int
+    compiled: bool = False
     one_row: OneRow | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.one_row = OneRow(self.decoder) if self.device.type == "cpu" else None
+        self.one_row = OneRow(self.decoder) if self.device.type == "cpu" and not self.compiled else None
 
     def new_cache(self, batch: int = 1) -> KVCache:
         """An empty KV cache for the heads that live here.
@@ -67,7 +71,7 @@ class ShardedModel:
         return KVCache(self.decoder.config, batch, self.max_seq, dtype, self.device)
 
     def move_to(self, comm: Comm) -> None:
-        """Go on in a group that was made whole again, with the weights that are here.
+        """Go on in a rebuilt group, with the weights that are here.
 
         Raises:
             ValueError: this rank is another one there, or there are more or fewer: it would need other slices.
@@ -81,10 +85,19 @@ class ShardedModel:
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Feed tokens, shape (batch, seq); returns this rank's logits of the last one, shape (batch, local vocabulary), f32."""
-        if self.one_row is not None and tokens.numel() == 1:
-            return self.one_row(tokens, cache)
-        logits: Tensor = self.decoder(tokens.to(self.device), cache, last_only=True)
-        return logits[:, -1]
+        clock, audit = self.reducer.clock, self.reducer.audit
+        clock.start()
+        tokens = tokens.to(self.device)
+        h: Tensor = self.decoder.embed(tokens)
+        if audit is not None:
+            audit.begin(h)
+        single = self.one_row if tokens.numel() == 1 else None
+        h = self.decoder.run_layers(h, cache) if single is None else single.run_layers(h, cache)
+        if audit is not None:
+            audit.end(h)
+        logits = self.decoder.logits(h[:, -1:])[:, -1] if single is None else single.logits(h)
+        clock.stop()
+        return logits
 
 
 def build(
@@ -97,6 +110,7 @@ def build(
     max_seq: int | None = None,
     replicate_embedding: bool = True,
     hash_activations: bool = False,
+    compile: bool | str = False,
 ) -> ShardedModel:
     """Read this rank's slices and assemble its part of the model.
 
@@ -109,7 +123,9 @@ def build(
         max_seq: positions to hold; what the model was trained for, but at most 4096, when not given.
         replicate_embedding: every rank holds all embedding rows and looks them up alone. Otherwise they are split too,
             which costs one more reduction per step.
-        hash_activations: keep a running sha256 of the reduced hidden states.
+        hash_activations: keep a running sha256 of the reduced hidden states, and check that they were used.
+        compile: let torch compile the layers, here and now; or the name of the backend of `torch.compile`. Ranks may
+            differ; the others wait for this one in their first collective, up to its timeout.
 
     Raises:
         ValueError: there is no such device, the plan doesn't fit the group or the model, or a tensor is missing or misshapen.
@@ -121,13 +137,42 @@ def build(
     if plan.world_size != comm.world_size:
         raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {comm.world_size}")
     max_seq = min(config.max_position_embeddings, 4096) if max_seq is None else max_seq
-    reducer = HiddenReducer(comm, config.hidden_size, hash_activations)
+    audit = StreamAudit(2 * config.num_hidden_layers) if hash_activations else None
+    reducer = HiddenReducer(comm, config.hidden_size, audit)
     with torch.device("meta"):  # shapes alone: the whole model, and even the rank's f32 part, may not fit
         decoder = Decoder(plan.local_config(config, comm.rank), max_seq)
-    _fill(decoder, checkpoint, plan, dtype, device, reducer, replicate_embedding)
+    _fill(decoder, checkpoint, plan, comm.rank, dtype, device, reducer, replicate_embedding)
     decoder.to(device)  # the tables and constants that are in no checkpoint
     n_reductions = 2 * config.num_hidden_layers + (0 if replicate_embedding else 1)
-    return ShardedModel(decoder.eval(), config, plan, comm, dtype, device, reducer, max_seq, n_reductions)
+    compiled = bool(compile)
+    model = ShardedModel(decoder.eval(), config, plan, comm, dtype, device, reducer, max_seq, n_reductions, compiled)
+    if compiled:
+        _compile(model, compile if isinstance(compile, str) else "inductor")
+    return model
+
+
+class _Alone:
+    """Stands in for the group: adds nothing."""
+
+    def all_reduce(self, x: Any, /) -> Any:
+        return x
+
+
+def _compile(model: ShardedModel, backend: str) -> None:
+    """Compile the layers, all by the same code, and run each kind of step once without the group.
+
+    Nothing is left to compile while a peer waits inside a reduction.
+    """
+    for layer in model.decoder.layers:
+        layer.compile(backend=backend, dynamic=True)
+    group, model.reducer.comm = model.reducer.comm, _Alone()
+    try:
+        for lengths in ((5, 3, 1, 1), (7, 4)):  # a prompt, more of it, and single tokens; other lengths
+            cache = model.new_cache()
+            for n in (n for n in lengths if cache.length + n <= cache.max_seq):
+                model.step(torch.zeros(1, n, dtype=torch.long, device=model.device), cache)
+    finally:
+        model.reducer.comm = group
 
 
 def parallelize(
@@ -147,12 +192,12 @@ def _fill(
     decoder: Decoder,
     checkpoint: Checkpoint,
     plan: ShardPlan,
+    rank: int,
     dtype: torch.dtype,
     device: torch.device,
     reducer: HiddenReducer,
     replicate_embedding: bool,
 ) -> None:
-    rank = reducer.comm.rank
     parts = slices_of_rank(checkpoint.config, plan, rank)
 
     def load(name: str) -> Tensor | None:

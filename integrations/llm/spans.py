@@ -104,7 +104,7 @@ def measure_spans(model: ShardedModel, prompt: Sequence[int], steps: int = 8) ->
 
 def _one_step(model: ShardedModel, token: Tensor, cache: Any, counting: _Counting | None) -> _Boundaries:
     boundaries = _Boundaries(model, counting)
-    model.reducer.comm = boundaries  # type: ignore[assignment]
+    model.reducer.comm = boundaries
     try:
         if counting is None:
             model.step(token, cache)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
 from hostring import Comm
+from hostring.integrations.llm.model.audit import Clock
 
 
 @dataclass
@@ -16,21 +17,27 @@ class Stats:
     """What one generation cost. Rates are None where there is nothing to measure: a single token has no decode rate.
 
     Attributes:
-        prompt_tokens, generated_tokens: counts.
+        prompt_tokens, generated_tokens: counts. reused_tokens: of the prompt, those that were in the cache already.
         ttft_s: from the call to the first token on this rank, prefill included.
-        prefill_tokens_per_s: prompt tokens over the time of the forward passes over them and the first decision.
+        prefill_tokens_per_s: prompt tokens that were not reused over the time of the forward passes over them and the first decision.
         decode_tokens_per_s: tokens after the first over the time they took.
         collectives_per_token: counted over the decode steps; expected_collectives_per_token: 2 per layer and 1.
         bytes_per_token: payload that this rank sent, counted over the decode steps.
         expected_bytes_per_token: what the schedules say for the same calls.
-        seconds: where the decode steps' time went: "compute", and the group's phases. An accelerator computes while it is
-            waited for, before its sums are copied to the host: that is in "stage".
+        prefill_collectives, prefill_bytes: the same, over the prompt and the first decision; expected_prefill_collectives,
+            expected_prefill_bytes: what the schedules say.
+        seconds: where the decode steps' time went: "compute" by a clock that runs from step to step and stands still in
+            collectives, the group's phases, and the "rest". An accelerator computes while it is waited for, before its
+            sums are copied to the host: that is in "stage".
         waited_for: seconds of the decode steps' waiting by the rank that was waited for.
-        activation_sha256: of all reduced hidden states of this generation, in order; None unless asked for.
+        activation_sha256: of all reduced hidden states of this generation, and of the residual stream at the end of each
+            step, in order; None unless asked for.
+        wrong_steps: forward passes whose residual stream was not the sum of what was reduced; None unless asked for.
     """
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    reused_tokens: int = 0
     ttft_s: float = 0.0
     prefill_tokens_per_s: float | None = None
     decode_tokens_per_s: float | None = None
@@ -38,9 +45,14 @@ class Stats:
     expected_collectives_per_token: int = 0
     bytes_per_token: float | None = None
     expected_bytes_per_token: int = 0
+    prefill_collectives: int = 0
+    expected_prefill_collectives: int = 0
+    prefill_bytes: int = 0
+    expected_prefill_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     waited_for: dict[int, float] = field(default_factory=dict)
     activation_sha256: str | None = None
+    wrong_steps: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -48,12 +60,28 @@ class Stats:
 
 
 @contextmanager
-def measured(stats: Stats, comm: Comm) -> Iterator[None]:
-    """Fill in the figures of the decode steps that run inside, all tokens but the first.
+def prefill_measured(stats: Stats, comm: Comm, started: float) -> Iterator[None]:
+    """Fill in the figures of the forward passes over the prompt and of the first decision, which run inside.
 
-    `stats` must hold what is expected, and, at the end, the number of tokens.
+    Args:
+        started: when the call began, by `perf_counter`.
     """
     before, begun = comm.counters.snapshot(), perf_counter()
+    yield
+    now, after = perf_counter(), comm.counters.snapshot()
+    stats.ttft_s = now - started
+    stats.prefill_tokens_per_s = (stats.prompt_tokens - stats.reused_tokens) / (now - begun)
+    stats.prefill_collectives = sum(after["calls"].values()) - sum(before["calls"].values())
+    stats.prefill_bytes = after["payload_sent"] - before["payload_sent"]
+
+
+@contextmanager
+def decode_measured(stats: Stats, comm: Comm, clock: Clock) -> Iterator[None]:
+    """Fill in the figures of the decode steps that run inside, all tokens but the first.
+
+    `stats` must hold what is expected, and, at the end, the number of tokens. `clock` runs while this rank computes.
+    """
+    before, begun, computed = comm.counters.snapshot(), perf_counter(), clock.seconds
     yield
     elapsed, after, steps = perf_counter() - begun, comm.counters.snapshot(), stats.generated_tokens - 1
     if steps < 1:
@@ -62,16 +90,35 @@ def measured(stats: Stats, comm: Comm) -> Iterator[None]:
     stats.collectives_per_token = (sum(after["calls"].values()) - sum(before["calls"].values())) / steps
     stats.bytes_per_token = (after["payload_sent"] - before["payload_sent"]) / steps
     stats.seconds = {phase: s - before["seconds"].get(phase, 0.0) for phase, s in after["seconds"].items()}
-    stats.seconds["compute"] = elapsed - sum(stats.seconds.values())
+    stats.seconds["compute"] = clock.seconds - computed
+    stats.seconds["rest"] = max(0.0, elapsed - sum(stats.seconds.values()))
     stats.waited_for = {r: s - before["waited_for"].get(r, 0.0) for r, s in after["waited_for"].items()}
 
 
-def expected_bytes(comm: Comm, hidden_size: int, reductions: int, decided_elements: int, head_rank: int) -> int:
-    """Payload that this rank sends for one decoded token, from the schedules alone.
+@dataclass(frozen=True)
+class Traffic:
+    """What forward passes cost on this rank, from the schedules alone.
 
-    Args:
-        reductions: all-reduces of one f32 hidden state.
-        decided_elements: int32 elements that each rank brings to the decision.
+    Attributes:
+        hidden_size: elements of one f32 hidden state.
+        reductions: all-reduces in one forward pass.
+        decided_elements: int32 elements that each rank brings to the decision after the last of the passes.
+        head_rank: who decides.
     """
-    reduction = comm.expected_payload("all_reduce", hidden_size, "float32")
-    return reductions * reduction + comm.expected_payload("decide", decided_elements, "int32", root=head_rank)
+
+    comm: Comm
+    hidden_size: int
+    reductions: int
+    decided_elements: int
+    head_rank: int
+
+    def collectives(self, passes: Sequence[int]) -> int:
+        """Calls for forward passes over these numbers of positions, and one decision."""
+        return len(passes) * self.reductions + 1
+
+    def nbytes(self, passes: Sequence[int]) -> int:
+        """Payload that this rank sends for them."""
+        expected = self.comm.expected_payload
+        reduced = sum(expected("all_reduce", n * self.hidden_size, "float32") for n in passes)
+        decided = expected("decide", self.decided_elements, "int32", root=self.head_rank)
+        return int(self.reductions * reduced + decided)

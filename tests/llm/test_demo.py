@@ -39,6 +39,10 @@ def check_account(result: dict[str, Any], topology: str = "mesh") -> None:
     assert re.fullmatch("[0-9a-f]{64}", result["activation_sha256"][0])
     assert result["collectives_per_token"] == result["expected_collectives_per_token"] == 2 * LAYERS + 1
     assert result["bytes_per_token"] == result["expected_bytes_per_token"]
+    assert result["prefill_bytes"] == result["expected_prefill_bytes"]
+    for report in result["per_rank"]:
+        assert report["prefill_collectives"] == 2 * LAYERS + 1
+        assert report["wrong_steps"] == 0
     if topology == "mesh":
         candidates = 2 * 4 * (1 if result["temperature"] == 0 else 40)  # a value and an id of 4 bytes each
         reduced = 2 * LAYERS * ranks * (ranks - 1) * 4 * HIDDEN
@@ -61,7 +65,7 @@ def test_two_unlike_ranks_by_default_with_both_controls(tmp_path: Path) -> None:
     assert result["text"] in shown
     assert result["activation_sha256"][0] in shown
     assert result["statement"] in shown
-    for phase in ("compute", "stage", "wait", "transfer", "fold"):
+    for phase in ("compute", "stage", "wait", "transfer", "fold", "rest"):
         assert all(report["seconds"][phase] >= 0 for report in result["per_rank"])
         assert phase in shown
 
@@ -181,7 +185,8 @@ RUN: dict[str, Any] = {
     "per_rank": [
         {
             "rank": r, "collectives_per_token": 9.0, "expected_collectives_per_token": 9, "bytes_per_token": 5128.0,
-            "expected_bytes_per_token": 5128, "seconds": {"compute": 0.25, "wait": 0.75},
+            "expected_bytes_per_token": 5128, "prefill_collectives": 9, "expected_prefill_collectives": 9,
+            "prefill_bytes": 9000, "expected_prefill_bytes": 9000, "wrong_steps": 0, "seconds": {"compute": 0.25, "wait": 0.75},
         }
         for r in range(2)
     ],
@@ -193,9 +198,13 @@ def test_a_run_that_is_not_what_it_claims_is_named() -> None:
     assert faults(RUN) == []
     bad = copy.deepcopy(RUN)
     bad["per_rank"][1]["bytes_per_token"] = 5000.5
+    bad["per_rank"][0] |= {"prefill_collectives": 1, "prefill_bytes": 8, "wrong_steps": 3}
     bad["activation_sha256"][1] = "ab"
     bad["controls"]["same_dtype"]["activation_sha256"][1] = "bc"
     assert faults(bad) == [
+        "rank 0: 1 collectives over the prompt counted, 9 expected",
+        "rank 0: 8 bytes over the prompt counted, 9000 expected",
+        "rank 0: 3 steps computed with something else than what was reduced",
         "rank 1: 5000.5 bytes per token counted, 5128 expected",
         "this run: rank 1 has reduced other activations than rank 0",
         "the same-dtype control: rank 1 has reduced other activations than rank 0",

@@ -136,7 +136,7 @@ def test_a_rank_that_dies_between_prompts_costs_no_answer(
     os.kill(demo.rank(2), signal.SIGKILL)
     demo.wait_for(lambda out, err: "rank 2 (float32) is lost" in err)
     assert time.monotonic() - before < NOTICED + 1  # the head speaks once a second
-    demo.say(PROMPTS[1] + "\n")
+    demo.say("/new\n" + PROMPTS[1] + "\n")
     demo.wait_for(lambda out, err: answers[1][1] in out)
     demo.process.stdin.close()
     assert demo.end() == 0, demo.shown()

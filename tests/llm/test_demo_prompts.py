@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from demo_jobs import PROMPTS, job
 
-from hostring.integrations.llm.demo.board import Board
+from hostring.integrations.llm.demo.monitor import RankMonitor
 from hostring.integrations.llm.demo.prompts import Prompts
-from hostring.integrations.llm.demo.resume import how_to_come_back, nobody_restarts
+from hostring.integrations.llm.demo.rejoin import how_to_rejoin, nobody_restarts
 from hostring.integrations.llm.demo.screen import Screen
 
 
@@ -78,7 +78,7 @@ def test_who_starts_a_lost_rank_again() -> None:
         "RANK": "0",
     }
     argv = ["/opt/x/bin/hostring", "generate", "--prompt", "it's a line\n"]
-    said = how_to_come_back(2, 4, here, argv)
+    said = how_to_rejoin(2, 4, here, argv)
     assert "s3cret" not in said
     assert "HOSTRING_SECRET in its environment" in said
     line = said.partition("    ")[2]
@@ -91,14 +91,14 @@ def test_who_starts_a_lost_rank_again() -> None:
         "HOSTRING_TOPOLOGY=ring",
     ]
     assert shlex.split(line) == [*expected, "hostring", *argv[1:]]
-    joined = how_to_come_back(2, 4, {**here, "HOSTRING_CLUSTER": "1"}, argv)
+    joined = how_to_rejoin(2, 4, {**here, "HOSTRING_CLUSTER": "1"}, argv)
     assert "s3cret" not in joined
     expected = ["hostring", "cluster", "join", "TOKEN", "--again", "-m", "--", "hostring", *argv[1:]]
     assert shlex.split(joined.partition("    ")[2]) == expected
-    assert "(its own --device, not this)" in how_to_come_back(2, 4, here, [*argv, "--device=cuda"])
+    assert "(its own --device, not this)" in how_to_rejoin(2, 4, here, [*argv, "--device=cuda"])
     assert not nobody_restarts(here)
     assert nobody_restarts({"HOSTRING_LAUNCH_REJOIN": "0"})
-    assert "hostring launch starts it again" in how_to_come_back(2, 4, {"HOSTRING_LAUNCH_REJOIN": "3"}, argv)
+    assert "hostring launch starts it again" in how_to_rejoin(2, 4, {"HOSTRING_LAUNCH_REJOIN": "3"}, argv)
 
 
 class Told(Screen):
@@ -108,29 +108,29 @@ class Told(Screen):
         pass
 
 
-def test_the_board_starts_again_whoever_can_still_be_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_monitor_starts_again_whoever_can_still_be_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with Listener(("127.0.0.1", 0), authkey=b"k") as listener:
-        board = Board(listener, Told(job(*PROMPTS)))
+        monitor = RankMonitor(listener, Told(job(*PROMPTS)))
         lost = {"rank": 1, "waits": True}
-        assert not board.again(1, "exited with code 1")  # it never was ready
+        assert not monitor.again(1, "exited with code 1")  # it never was ready
         for rank in range(3):
-            board._note(rank, "stage", "ready")
-        board._note(0, "prompt", {"more": True})
-        assert [board.again(1, "exited with code 1") for _ in range(4)] == [
+            monitor.note(rank, "stage", "ready")
+        monitor.note(0, "prompt", {"more": True})
+        assert [monitor.again(1, "exited with code 1") for _ in range(4)] == [
             True,
             True,
             True,
             False,
         ]  # it never gets ready
-        board._note(1, "stage", "ready")
-        board._note(0, "lost", lost)
-        assert board.stuck() == []
-        monkeypatch.setattr("hostring.integrations.llm.demo.board._STIRS_WITHIN", -1.0)
-        assert board.stuck() == [1]
-        board._note(1, "stage", "rebuilding")  # it lives: it was only slow
-        assert board.stuck() == []
-        board._note(0, "prompt", {"more": False})
-        assert not board.again(2, "was killed by SIGKILL")
-        assert not board.again(0, "was killed by SIGKILL")
-        assert board.head_ended == "was killed by SIGKILL"
-        board.finish()
+        monitor.note(1, "stage", "ready")
+        monitor.note(0, "lost", lost)
+        assert monitor.stuck() == []
+        monkeypatch.setattr("hostring.integrations.llm.demo.monitor.SILENCE_S", -1.0)
+        assert monitor.stuck() == [1]
+        monitor.note(1, "stage", "rebuilding")  # it lives: it was only slow
+        assert monitor.stuck() == []
+        monitor.note(0, "prompt", {"more": False})
+        assert not monitor.again(2, "was killed by SIGKILL")
+        assert not monitor.again(0, "was killed by SIGKILL")
+        assert monitor.head_ended == "was killed by SIGKILL"
+        monitor.finish()

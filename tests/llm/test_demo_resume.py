@@ -12,7 +12,7 @@ from ranks import in_threads
 
 import hostring
 from hostring.integrations.llm.demo.job import Job
-from hostring.integrations.llm.demo.runs import measure
+from hostring.integrations.llm.demo.measure import measure
 from hostring.rendezvous import MemoryStore
 
 

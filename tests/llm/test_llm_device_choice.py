@@ -17,8 +17,8 @@ from ranks import in_threads
 
 import hostring
 from hostring.integrations.llm.checkpoint.weights import open_checkpoint
-from hostring.integrations.llm.demo.demo import generate
 from hostring.integrations.llm.demo.job import BUNDLED, Job, make_job
+from hostring.integrations.llm.demo.start import generate
 from hostring.integrations.llm.generate import load_model
 from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.sharded import build

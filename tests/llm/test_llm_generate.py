@@ -140,9 +140,14 @@ def test_figures_add_up(path: Path, run_ranks: Ranks) -> None:
     for first, again, single in run_ranks(2, run):
         assert first.activation_sha256 == again.activation_sha256 != single.activation_sha256
         assert 0 < first.ttft_s < 60
+        assert first.wrong_steps == again.wrong_steps == 0
+        assert 0 < first.seconds["compute"] < sum(first.seconds.values())
+        for stats in (first, single):
+            assert stats.prefill_collectives == stats.expected_prefill_collectives == 6 + 1
+            assert stats.prefill_bytes == stats.expected_prefill_bytes
         assert first.prefill_tokens_per_s > 0
         assert sum(first.seconds.values()) == pytest.approx(19 / first.decode_tokens_per_s, rel=1e-6)
-        assert set(first.seconds) == {"stage", "wait", "transfer", "fold", "compute"}
+        assert set(first.seconds) == {"stage", "wait", "transfer", "fold", "compute", "rest"}
         assert single.decode_tokens_per_s is None
         assert single.bytes_per_token is None
         assert single.as_dict()["generated_tokens"] == 1

@@ -12,7 +12,8 @@ from hostring.integrations.llm.model.shards import ShardPlan
 
 BUNDLED = Path(__file__).parents[1] / "tiny"
 DTYPE_NAMES = ("float16", "bfloat16", "float32")
-_FEW = 8  # ranks that may be started to find out that the model has too few KV heads for them; for more, it is read here first
+_MAX_UNCHECKED_RANKS = 8  # may be started to find out that the model has too few KV heads for them
+_COMPILE = {"off": "", "on": "inductor"}
 _SHORT = {"f16": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32"}
 
 
@@ -24,11 +25,14 @@ class Job:
         model: a GGUF file or a directory in Hugging Face form.
         dtypes: what each rank computes in.
         devices: what each rank computes on; none where every rank says so for itself.
-        prompts: answered one after the other, each for itself; none for one that suits the model.
-        chat: more of them come from the head rank's standard input, a line each.
+        compile: for each rank, the backend of `torch.compile`, "" for none; nothing where no rank compiles.
+        prompts: answered one after the other; none for one that suits the model.
+        chat: more of them come from the head rank's standard input, a line each, and all are one conversation. Otherwise
+            every prompt is answered for itself.
         max_tokens, temperature, top_k, top_p, seed: see `Sampling`.
         controls: also run on one rank alone, and on all ranks with one dtype.
         patience: seconds that the ranks wait for one that died to come back; 0 ends the run instead.
+        topology, order, timeout: see `hostring.init`; of the ranks that the demo starts.
     """
 
     model: str
@@ -43,6 +47,19 @@ class Job:
     chat: bool = False
     patience: float = 300.0
     devices: tuple[str, ...] = ()
+    compile: tuple[str, ...] = ()
+    topology: str = "auto"
+    order: str = "rank"
+    timeout: float = 120.0
+
+    def compile_of(self, rank: int) -> bool | str:
+        """What `load_model` is told."""
+        return self.compile[rank] or False if self.compile else False
+
+    @property
+    def compiles(self) -> bool:
+        """Whether any rank compiles."""
+        return any(self.compile)
 
     @property
     def ranks(self) -> int:
@@ -59,7 +76,7 @@ class Job:
     @staticmethod
     def from_json(text: str) -> Job:
         fields = json.loads(text)
-        return Job(**{**fields, **{name: tuple(fields[name]) for name in ("dtypes", "prompts", "devices")}})
+        return Job(**{**fields, **{name: tuple(fields[name]) for name in ("dtypes", "prompts", "devices", "compile")}})
 
 
 def make_job(
@@ -69,6 +86,7 @@ def make_job(
     dtypes: str | None,
     prompts: Sequence[str],
     devices: str | None = None,
+    compile: str | None = None,
     **rest: Any,
 ) -> Job:
     """Complete and check what the user said, before any process starts.
@@ -78,6 +96,7 @@ def make_job(
         ranks: 2, or as many as `dtypes` or `devices` names, when None.
         dtypes: names separated by commas: one for all ranks, or one per rank. float16 and bfloat16 in turn when None.
         devices: names alike, see `find_device`; whether they are here is not asked. Left open when None.
+        compile: "on", "off", or a backend of `torch.compile`, alike.
         prompts, rest: the other attributes of `Job`.
 
     Raises:
@@ -91,22 +110,41 @@ def make_job(
         )
     if ranks is not None and ranks < 1:
         raise ValueError(f"{ranks} ranks: at least one is needed")
-    if "" in prompts:
-        raise ValueError(
-            "a prompt is empty: say what to continue or to answer, or leave it out for one that suits the model"
-        )
+    _check_prompts(prompts)
     places = () if devices is None else tuple(name.strip() for name in devices.split(","))
     if ranks is None and len(places) > 1 and (dtypes is None or "," not in dtypes):
         ranks = len(places)
     kinds = _dtypes(ranks, dtypes)
     job = Job(
-        str(path.absolute()), kinds, tuple(prompts), devices=places and _per_rank(places, len(kinds), "devices"), **rest
+        str(path.absolute()),
+        kinds,
+        tuple(prompts),
+        devices=places and _per_rank(places, len(kinds), "devices"),
+        compile=_compile(compile, len(kinds)),
+        **rest,
     )
-    if job.ranks > _FEW:
+    if job.ranks > _MAX_UNCHECKED_RANKS:
         from hostring.integrations.llm.checkpoint.weights import open_checkpoint
 
         ShardPlan.balanced(open_checkpoint(path).config, job.ranks)
     return job
+
+
+def _check_prompts(prompts: Sequence[str]) -> None:
+    if "" in prompts:
+        raise ValueError(
+            "a prompt is empty: say what to continue or to answer, or leave it out for one that suits the model"
+        )
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as exc:
+            raise ValueError(f"the prompt {ascii(prompt)[:60]} is not text in UTF-8: {exc.reason}") from None
+
+
+def _compile(text: str | None, ranks: int) -> tuple[str, ...]:
+    names = [] if text is None else [_COMPILE.get(name.strip(), name.strip()) for name in text.split(",")]
+    return _per_rank(tuple(names), ranks, "choices of --compile") if any(names) else ()
 
 
 def _dtypes(ranks: int | None, text: str | None) -> tuple[str, ...]:

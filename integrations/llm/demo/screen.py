@@ -9,10 +9,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.status import Status
-from rich.table import Table
 
+from hostring.integrations.llm.demo import tables
 from hostring.integrations.llm.demo.job import Job
-from hostring.integrations.llm.demo.verdict import kind
 
 _NAMES = {
     "starting": "starting",
@@ -22,27 +21,25 @@ _NAMES = {
     "rebuilding": "waiting",
     "missing": "missing",
 }
-_FIGURES = (
-    ("decode tokens/s", "decode_tokens_per_s", "{:,.1f}"),
-    ("prefill tokens/s", "prefill_tokens_per_s", "{:,.1f}"),
-)
+
+_TABLE_COLUMNS = 200  # a narrow terminal folds lines; figures are never cut
 
 
 class Screen:
-    """Fed with what ranks tell, see `runs.Tell`. Used by one thread at a time.
+    """Fed with what ranks tell, see `loop.Tell`. Used by one thread at a time.
 
     Args:
         job: what runs.
         starting: show which ranks are there until all are ready.
         summary: show the figures at the end.
-        comes_back: what makes a lost rank come back, in words.
+        rejoins: what brings a lost rank back, in words.
     """
 
     def __init__(
-        self, job: Job, *, starting: bool = True, summary: bool = True, comes_back: Callable[[int], str] | None = None
+        self, job: Job, *, starting: bool = True, summary: bool = True, rejoins: Callable[[int], str] | None = None
     ) -> None:
         self._job, self._starting, self._summary = job, starting, summary
-        self._comes_back = comes_back or (lambda rank: "it is started again")
+        self._rejoins = rejoins or (lambda rank: "it is started again")
         self._console = Console(highlight=False)
         self._aside = Console(highlight=False, stderr=True)  # what is neither text nor figures
         self._stages = ["missing"] * job.ranks
@@ -67,6 +64,7 @@ class Screen:
             "prompt": self._prompt,
             "text": self._write,
             "answered": lambda value: self._end_line(),
+            "restarted": lambda value: self._say("a new conversation"),
             "refused": lambda value: self._say(f"this prompt can't be answered: {value}"),
             "lost": self._lost,
             "whole": lambda value: self._say(f"all {self._job.ranks} ranks are here again"),
@@ -95,7 +93,7 @@ class Screen:
         self._say(f"{who}: {loss['reason']}{kept}")
         if loss["waits"]:
             self._say(
-                f"waiting up to {self._job.patience:g} s for {self._named(rank)} to come back; {self._comes_back(rank)}"
+                f"waiting up to {self._job.patience:g} s for {self._named(rank)} to come back; {self._rejoins(rank)}"
             )
             self._stages[rank] = "missing"
             if self._starting:
@@ -162,89 +160,11 @@ class Screen:
             self._write("\n")
         if not result["per_rank"]:  # no prompt was answered to the end
             return
-        self._console.print(_headline(result), soft_wrap=True)
-        self._console.print(_runs(result))
-        self._console.print(_traffic(result))
-        if any(r["seconds"] for r in result["per_rank"]):
-            self._console.print(_time(result))
-        self._console.print(_hashes(result), soft_wrap=True)
+        self._console.print(tables.headline(result), soft_wrap=True)
+        for table in tables.of(result):
+            self._console.print(table, width=_TABLE_COLUMNS, crop=False)
+        self._console.print(tables.hashes(result), soft_wrap=True)
         if result["statement"]:
             self._console.print(result["statement"], soft_wrap=True)
         for fault in result["faults"]:
             self._console.print(f"INVALID RUN: {fault}", style="bold red", markup=False, soft_wrap=True)
-
-
-def _headline(result: dict[str, Any]) -> str:
-    how = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}, seed {result['seed']}"
-    return (
-        f"\n{result['ranks']} ranks, topology {result['topology']}, order {result['order']}; {result['prompt_tokens']} prompt tokens, "
-        f"{len(result['tokens'])} generated ({how})"
-    )
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(title, no_wrap=True, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
-def _runs(result: dict[str, Any]) -> Table:
-    """The run beside its controls."""
-    columns = [("\nthis run", result)]
-    columns += [
-        (f"rank {c['rank']} alone\n{kind(c, result['devices'])}", c) for c in result["controls"].get("one_rank", ())
-    ]
-    same = result["controls"].get("same_dtype")
-    if same and not same["is_the_run_itself"]:
-        columns.append((f"all ranks\n{same['dtype']}", same))
-    table = _table("\nspeed", *(name for name, _ in columns))
-    for name, key, form in _FIGURES:
-        table.add_row(name, *("-" if run[key] is None else form.format(run[key]) for _, run in columns))
-    table.add_row("time to first token, ms", *(f"{1000 * run['ttft_s']:.1f}" for _, run in columns))
-    if len(columns) > 1:
-        total = len(result["tokens"])
-        table.add_row(
-            "same tokens from the start", "", *(f"{run['tokens_in_common']} of {total}" for _, run in columns[1:])
-        )
-    return table
-
-
-def _traffic(result: dict[str, Any]) -> Table:
-    """Counted beside what the schedules say."""
-    table = _table("\nper decoded token", "\ncollectives", "\nexpected", "\nbytes sent", "\nexpected")
-    for r in result["per_rank"]:
-        counted = (
-            r["collectives_per_token"],
-            r["expected_collectives_per_token"],
-            r["bytes_per_token"],
-            r["expected_bytes_per_token"],
-        )
-        table.add_row(_rank(r, result), *("-" if n is None else f"{n:,g}" if n < 1e5 else f"{n:,.0f}" for n in counted))
-    return table
-
-
-def _time(result: dict[str, Any]) -> Table:
-    """Where the decode steps' time went. "compute" is all that is not in a collective."""
-    phases = ("compute", "stage", "wait", "transfer", "fold")
-    steps = max(1, len(result["tokens"]) - 1)
-    table = _table("\nµs per decoded token", *(f"\n{phase}" for phase in phases), "\nwaits most for")
-    for r in result["per_rank"]:
-        peer, seconds = max(r["waited_for"].items(), key=lambda item: item[1], default=(None, 0.0))
-        whom = f"rank {peer} {1e6 * seconds / steps:,.0f}" if seconds > 0 else "-"
-        table.add_row(
-            _rank(r, result), *(f"{1e6 * r['seconds'].get(phase, 0.0) / steps:,.0f}" for phase in phases), whom
-        )
-    return table
-
-
-def _hashes(result: dict[str, Any]) -> str:
-    names = [_rank(r, result) for r in result["per_rank"]]
-    width = max(16, *map(len, names))
-    lines = [f"{name:{width}}  {r['activation_sha256']}" for name, r in zip(names, result["per_rank"], strict=True)]
-    return "\n".join(["\n[bold]sha256 of all reduced activations[/]", *lines, ""])
-
-
-def _rank(report: dict[str, Any], result: dict[str, Any]) -> str:
-    return f"rank {report['rank']} {kind(report, result['devices'])}"

@@ -15,17 +15,34 @@ def faults(result: dict[str, Any]) -> list[str]:
     """What makes a run invalid: ranks that disagree, or traffic that the schedules don't explain. Empty for a valid run."""
     found: list[str] = []
     for report in result["per_rank"]:
-        if report["bytes_per_token"] is None:
-            continue  # a single token has no decode step to count
-        for what in ("collectives", "bytes"):
-            counted, expected = report[f"{what}_per_token"], report[f"expected_{what}_per_token"]
-            if counted != expected:
-                found.append(f"rank {report['rank']}: {counted:g} {what} per token counted, {expected:g} expected")
+        found += _uncounted(report)
+        if report.get("wrong_steps"):
+            found.append(
+                f"rank {report['rank']}: {report['wrong_steps']} steps computed with something else than what was reduced"
+            )
     found += _differing("this run", result["activation_sha256"])
     same = result["controls"].get("same_dtype")
     if same:
         found += _differing("the same-dtype control", same["activation_sha256"])
     return found
+
+
+def _uncounted(report: dict[str, Any]) -> list[str]:
+    """Where the traffic of one rank is not what the schedules say, over the prompt and over the decoded tokens."""
+    pairs = [
+        (f"{what} over the prompt", report[f"prefill_{what}"], report[f"expected_prefill_{what}"])
+        for what in ("collectives", "bytes")
+    ]
+    if report["bytes_per_token"] is not None:  # a single token has no decode step to count
+        pairs += [
+            (f"{what} per token", report[f"{what}_per_token"], report[f"expected_{what}_per_token"])
+            for what in ("collectives", "bytes")
+        ]
+    return [
+        f"rank {report['rank']}: {counted:g} {what} counted, {expected:g} expected"
+        for what, counted, expected in pairs
+        if counted != expected
+    ]
 
 
 def _differing(run: str, hashes: list[str]) -> list[str]:
@@ -58,7 +75,12 @@ def _where(reports: list[dict[str, Any]]) -> str:
     """The share of the decode time that went into communication, on the rank where it is smallest. An accelerator can't tell."""
     if any(r.get("device", "cpu") != "cpu" for r in reports):
         return ""
-    shares = [1 - r["seconds"]["compute"] / sum(r["seconds"].values()) for r in reports if r["seconds"]]
+    own = ("compute", "rest")
+    shares = [
+        1 - sum(r["seconds"].get(name, 0.0) for name in own) / sum(r["seconds"].values())
+        for r in reports
+        if r["seconds"]
+    ]
     return (
         f"At least {100 * min(shares):.0f} % of the time of every rank is communication and waiting." if shares else ""
     )

@@ -72,6 +72,12 @@ class KVCache:
         views = (fresh.unbind(0), fresh[:, 0, :, 0].unbind(0), keys.unbind(0), values.unbind(0))
         return [KVSlot(start, *layer) for layer in zip(*views, strict=True)]
 
+    def truncate(self, length: int) -> None:
+        """Forget all positions from `length` on; the memory stays."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"the KV cache holds {self.length} positions; it can't be cut to {length}")
+        self.length = length
+
     def clear(self) -> None:
         """Forget every position; the memory stays."""
         self.length = 0

@@ -99,9 +99,12 @@ class _Row:
         self.norm = norm_of_row(decoder.norm)
         self.head = bound(decoder.head)
 
-    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, slots: list[KVSlot]) -> Tensor:
+    def run_layers(self, h: Tensor, cos: Tensor, sin: Tensor, slots: list[KVSlot]) -> Tensor:
         for layer, slot in zip(self.layers, slots, strict=True):
             h = layer(h, cos, sin, slot)
+        return h
+
+    def logits(self, h: Tensor) -> Tensor:
         return self.head(self.norm(h)).float()
 
 
@@ -123,6 +126,13 @@ class OneRow:
 
     def __call__(self, token: Tensor, cache: KVCache) -> Tensor:
         """Logits of the next token, f32. token: (1, 1). Returns shape (1, local vocabulary)."""
+        return self.logits(self.run_layers(self.decoder.embed(token), cache))
+
+    def run_layers(self, h: Tensor, cache: KVCache) -> Tensor:
+        """The residual stream after all layers, shape (1, hidden), valid until the next call. h: (1, 1, hidden), f32."""
         cos, sin = self.decoder.rotary.at(cache.length, 1)
-        h: Tensor = self.decoder.embed(token)
-        return self.row(h[0], cos[0], sin[0], cache.extend(1))  # cos and sin: (heads + 2 kv_heads, head_dim)
+        return self.row.run_layers(h[0], cos[0], sin[0], cache.extend(1))  # cos and sin: (heads + 2 kv_heads, head_dim)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """From what `run_layers` returned to logits, shape (1, local vocabulary)."""
+        return self.row.logits(h)

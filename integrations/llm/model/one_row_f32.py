@@ -152,14 +152,20 @@ class RowF32:
         self.layers = [_Layer(layer, self.buffers) for layer in layers]
         self.norm = self.buffers.norm(decoder.norm)
         head = cast(ParallelHead, decoder.head)
-        self.logits = torch.empty(1, head.weight.shape[0])
-        self.head = head.bind_buffers(self.buffers.x, self.logits)
+        self.scores = torch.empty(1, head.weight.shape[0])
+        self.head = head.bind_buffers(self.buffers.x, self.scores)
+        self.stream = torch.from_numpy(self.buffers.h)[None]
 
-    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, slots: list[KVSlot]) -> Tensor:
+    def run_layers(self, h: Tensor, cos: Tensor, sin: Tensor, slots: list[KVSlot]) -> Tensor:
+        """The residual stream, shape (1, hidden): the buffer in which the layers add it up."""
         self.buffers.h[...] = h.numpy()[0]
         cosines, sines = cos.numpy(), sin.numpy().reshape(self.buffers.halves.shape)
         for layer, slot in zip(self.layers, slots, strict=True):
             layer(cosines, sines, slot)
+        return self.stream
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Of what `run_layers` left in the buffer, which is h."""
         self.norm()
         self.head()
-        return self.logits.clone()
+        return self.scores.clone()

@@ -255,14 +255,20 @@ class Decoder(nn.Module):
         Returns:
             shape (batch, seq or 1, vocab).
         """
-        seq = tokens.shape[1]
+        h = self.run_layers(self.embed(tokens), cache)
+        return self.logits(h[:, -1:] if last_only else h)
+
+    def run_layers(self, h: Tensor, cache: KVCache | None = None) -> Tensor:
+        """The residual stream after all layers. h: that of the embedding, shape (batch, seq, hidden), f32."""
+        seq = h.shape[1]
         start = 0 if cache is None else cache.length
         slots = [None] * len(self.layers) if cache is None else cache.extend(seq)
         rope = self.rotary.at(start, seq)
-        h: Tensor = self.embed(tokens)
         for layer, slot in zip(self.layers, slots, strict=True):
             h = layer(h, rope, slot)
-        if last_only:
-            h = h[:, -1:]
+        return h
+
+    def logits(self, h: Tensor) -> Tensor:
+        """From the residual stream to logits in f32, shape (batch, seq, vocab)."""
         logits: Tensor = self.head(self.norm(h))
         return logits.float()

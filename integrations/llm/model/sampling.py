@@ -112,9 +112,9 @@ class Sampler:
             the id, or None when the largest logit is not a finite number.
         """
         values, ids = np.ascontiguousarray(stacked[:, 0]).view(np.float32).ravel(), stacked[:, 1].ravel()
-        real = ids >= 0
+        real = (ids >= 0) & ~np.isneginf(values)  # rows without a token have -inf
         values, ids = values[real], ids[real]
-        if not np.isfinite(values.max()):  # NaN counts as the largest
+        if not values.size or not np.isfinite(values.max()):  # NaN counts as the largest
             return None
         if self.sampling.greedy:
             return int(ids[values.argmax()])  # the first of equals: ranks, and ids within a rank, are in order

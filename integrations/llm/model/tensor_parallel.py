@@ -9,10 +9,10 @@ Layers after Shoeybi et al., Megatron-LM, arXiv:1909.08053.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hostring import Comm
+from hostring.integrations.llm.model.audit import Clock, StreamAudit
 from hostring.integrations.llm.model.devices import sums_wide
 from hostring.integrations.llm.model.qwen import linear
 from hostring.integrations.llm.model.shards import ShardPlan
@@ -29,43 +30,53 @@ Call = Callable[[], object]
 Rows = Callable[[Tensor], Tensor]
 
 
+class Summing(Protocol):
+    """What the reducer needs of a group."""
+
+    def all_reduce(self, x: Any, /) -> Any: ...
+
+
 class HiddenReducer:
-    """Adds up the ranks' partial hidden states in f32, and can keep a running hash of the sums.
+    """Adds up the ranks' partial hidden states in f32.
 
     On a CPU, decoding always passes its single row through the same buffer, so that the group prepares its messages once.
     What lies on another device is staged by the group.
+
+    Attributes:
+        comm: the group.
+        audit: notes the sums, when there is one.
+        clock: runs while this rank computes, and stands still here.
     """
 
-    def __init__(self, comm: Comm, hidden_size: int, hashed: bool = False) -> None:
+    def __init__(self, comm: Summing, hidden_size: int, audit: StreamAudit | None = None) -> None:
         self.comm = comm
+        self.audit = audit
+        self.clock = Clock()
         self.row = torch.empty(1, hidden_size)
         self._row_array = self.row.numpy()
-        self._sha256 = hashlib.sha256() if hashed else None
+        # Else a compiled decoder would compile the group's engine too, while its peers wait for it.
+        self._reduce_eagerly: Rows = torch.compiler.disable(self._reduce)  # type: ignore[no-untyped-call]
 
     def __call__(self, partial: Tensor) -> Tensor:
         """Sum over ranks, in place. partial: (..., hidden), f32, contiguous."""
-        array = partial.numpy() if partial.is_cpu else partial
-        self.comm.all_reduce(array)
-        if self._sha256 is not None:
-            self._sha256.update(partial.cpu().numpy().data)
+        return self._reduce_eagerly(partial)
+
+    def _reduce(self, partial: Tensor) -> Tensor:
+        self.clock.stop()
+        self.comm.all_reduce(partial.numpy() if partial.is_cpu else partial)
+        if self.audit is not None:
+            self.audit.add(partial)
+        self.clock.start()
         return partial
 
     def reduce_row(self) -> Tensor:
         """Sum `row` over ranks, in place."""
+        self.clock.stop()
         self.comm.all_reduce(self._row_array)
-        if self._sha256 is not None:
-            self._sha256.update(self._row_array.data)
+        if self.audit is not None:
+            self.audit.add(self.row)
+        self.clock.start()
         return self.row
-
-    def restart_hash(self) -> None:
-        """Forget what was hashed so far."""
-        if self._sha256 is not None:
-            self._sha256 = hashlib.sha256()
-
-    @property
-    def sha256(self) -> str | None:
-        """Hash of all sums since the last restart, in order; None unless asked for."""
-        return None if self._sha256 is None else self._sha256.hexdigest()
 
 
 def _frozen(values: Tensor) -> nn.Parameter:

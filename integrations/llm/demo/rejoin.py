@@ -18,7 +18,7 @@ def nobody_restarts(environ: Mapping[str, str]) -> bool:
     return environ.get(_REJOIN) == "0"
 
 
-def how_to_come_back(rank: int, world_size: int, environ: Mapping[str, str], argv: Sequence[str]) -> str:
+def how_to_rejoin(rank: int, world_size: int, environ: Mapping[str, str], argv: Sequence[str]) -> str:
     """What brings `rank` back into a group whose rank 0 runs `argv` under `environ`. The secret is not in it."""
     if environ.get(_REJOIN):
         return "hostring launch starts it again"

@@ -1,4 +1,4 @@
-"""Where the demo's ranks report, and what decides whether one of them is started again."""
+"""What the demo's ranks report, and whether one of them is started again."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from hostring.integrations.llm.demo.screen import Screen
 
-_MOST_STARTS = 3  # of a rank that never gets ready: whatever ends it, another try won't help
-_STIRS_WITHIN = 2.0  # seconds after which a rank that was given up, and says nothing, is ended
+_MAX_STARTS = 3  # of a rank that never gets ready: whatever ends it, another try won't help
+SILENCE_S = 2.0  # after which a rank that the others gave up, and that reports nothing, is ended
 
 
-class Board:
-    """Takes what the ranks say to the screen, in threads of its own. Also the `Revival` of their launch.
+class RankMonitor:
+    """Passes the ranks' reports to the screen, in threads of its own. Also the `Revival` of their launch.
 
     Attributes:
         head_ended: how, in words, when it failed after the start.
@@ -29,9 +29,9 @@ class Board:
         self._lock = threading.Lock()
         self._readers: list[threading.Thread] = []
         self._accepting = True
-        self._goes_on = False  # another prompt may come
+        self._prompts_left = False  # another prompt may come
         self._starts: dict[int, int] = {}  # again, since the rank was last ready; a rank that never was has no entry
-        self._stirring: set[int] = set()  # they take part in making the group whole
+        self._rebuilding: set[int] = set()  # ranks that take part in rebuilding the group
         self._given_up: dict[int, float] = {}  # when, by the others
         self.head_ended: str | None = None
         threading.Thread(target=self._accept, name="hostring-demo", daemon=True).start()
@@ -48,34 +48,35 @@ class Board:
         with self._lock:
             if rank == 0 and rank in self._starts:
                 self.head_ended = how
-            if rank == 0 or not self._goes_on or self._starts.get(rank, _MOST_STARTS) >= _MOST_STARTS:
+            if rank == 0 or not self._prompts_left or self._starts.get(rank, _MAX_STARTS) >= _MAX_STARTS:
                 return False
             self._starts[rank] += 1
-            self._stirring.discard(rank)
+            self._rebuilding.discard(rank)
             self._given_up.pop(rank, None)
             return True
 
     def stuck(self) -> Collection[int]:
         """Ranks that the others gave up and that don't know it: stopped, or lost in a computation."""
         with self._lock:
-            late = monotonic() - _STIRS_WITHIN
-            return [rank for rank, since in self._given_up.items() if since < late and rank not in self._stirring]
+            late = monotonic() - SILENCE_S
+            return [rank for rank, since in self._given_up.items() if since < late and rank not in self._rebuilding]
 
-    def _note(self, rank: int, kind: str, value: Any) -> None:
+    def note(self, rank: int, kind: str, value: Any) -> None:
+        """A rank reports something; see `loop.Tell`."""
         if kind == "result":
             self._result = value
         elif kind == "stage" and value == "rebuilding":
-            self._stirring.add(rank)
+            self._rebuilding.add(rank)
         elif kind == "stage" and value == "ready":
             self._starts[rank] = 0
-            self._stirring.discard(rank)
+            self._rebuilding.discard(rank)
             self._given_up.pop(rank, None)
         elif kind == "ask":
-            self._goes_on = True
+            self._prompts_left = True
         elif kind == "prompt":
-            self._goes_on = value["more"]
+            self._prompts_left = value["more"]
         elif kind == "lost":
-            self._goes_on = value["waits"]
+            self._prompts_left = value["waits"]
             if self._starts.get(value["rank"]) == 0:  # else it has been started again by now
                 self._given_up[value["rank"]] = monotonic()
 
@@ -94,7 +95,7 @@ class Board:
             while True:
                 rank, kind, value = json.loads(connection.recv_bytes())
                 with self._lock:
-                    self._note(rank, kind, value)
+                    self.note(rank, kind, value)
                     self._screen.handle(rank, kind, value)
         except (EOFError, OSError):
             connection.close()

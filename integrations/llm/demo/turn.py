@@ -1,50 +1,11 @@
-"""What ranks tell each other between prompts, and what became of a prompt."""
+"""One prompt at the head rank, and what came of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from hostring import Comm
-from hostring.integrations.llm.generate import HEAD_RANK, Generation
-
-WAIT, ANSWER, CONTROLS, END = range(4)
-
-
-@dataclass(frozen=True)
-class Message:
-    """What all ranks do next.
-
-    Attributes:
-        what: WAIT, ANSWER, CONTROLS or END.
-        more: another prompt may come after this.
-        fresh: the first prompt since the ranks came together.
-        ids: the prompt.
-    """
-
-    what: int
-    more: bool = False
-    fresh: bool = False
-    ids: tuple[int, ...] = ()
-
-
-def share(comm: Comm, message: Message | None) -> Message:
-    """The head rank's message, on every rank. A collective; others pass None.
-
-    When it returns, every rank has a prompt: one that died while there was none fails this call, not the answer.
-    """
-    record = np.zeros(4, np.int64)
-    if message is not None:
-        record[:] = message.what, message.more, message.fresh, len(message.ids)
-    comm.broadcast(record, root=HEAD_RANK)
-    what, more, fresh, n_ids = record.tolist()
-    ids = np.zeros(n_ids, np.int64) if message is None else np.array(message.ids, np.int64)
-    if n_ids:
-        comm.broadcast(ids, root=HEAD_RANK)
-        comm.barrier()
-    return Message(what, bool(more), bool(fresh), tuple(ids.tolist()))
+from hostring.integrations.llm.generate import Generation
 
 
 @dataclass
@@ -80,6 +41,7 @@ class Turn:
             "stop_reason": whole.stop_reason if whole is not None else "refused" if self.lost is None else "lost",
             "lost": self.lost,
             "error": self.error,
+            "reused_tokens": None if stats is None else stats.reused_tokens,
             "ttft_s": None if stats is None else stats.ttft_s,
             "decode_tokens_per_s": None if stats is None else stats.decode_tokens_per_s,
         }

@@ -1,0 +1,66 @@
+"""All figures of a run as plain values, for JSON and for the screen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hostring.integrations.llm.demo.controls import Controls
+from hostring.integrations.llm.demo.head import Head
+from hostring.integrations.llm.demo.job import BUNDLED
+from hostring.integrations.llm.demo.rank_model import RankModel
+from hostring.integrations.llm.demo.turn import Turn
+from hostring.integrations.llm.demo.verdict import faults, statement
+from hostring.integrations.llm.generate import Generation
+
+
+def figures(model: RankModel, head: Head, controls: Controls, error: str | None) -> dict[str, Any]:
+    """Everything for JSON. Bytes are those of all ranks together; `per_rank` has each rank's own."""
+    job, measured = model.job, head.last_complete
+    result: dict[str, Any] = {
+        "ranks": model.comm.world_size,
+        "dtypes": list(job.dtypes),
+        "model": "bundled" if job.model == str(BUNDLED.absolute()) else job.model,
+        "topology": model.comm.topology,
+        "order": model.comm.order,
+        "wire": model.comm.wire,
+    }
+    if measured is not None and measured.generation is not None:
+        result |= _of_turn(model, controls, measured, measured.generation)
+    else:
+        result |= {"temperature": job.temperature, "seed": job.seed, "statement": ""}
+        result |= {"per_rank": [], "controls": {}, "faults": []}
+    if job.several or error is not None:
+        result["turns"] = [turn.as_dict() for turn in head.turns]
+    if error is not None:
+        result["error"] = error
+    return result
+
+
+def _of_turn(model: RankModel, controls: Controls, turn: Turn, generation: Generation) -> dict[str, Any]:
+    stats, job, reports = generation.stats, model.job, turn.reports
+    counted = stats.generated_tokens > 1
+    result: dict[str, Any] = {
+        "prompt": turn.prompt,
+        "prompt_tokens": stats.prompt_tokens,
+        "temperature": job.temperature,
+        "seed": job.seed,
+        "tokens": generation.tokens,
+        "text": generation.text,
+        "stop_reason": generation.stop_reason,
+        "decode_tokens_per_s": stats.decode_tokens_per_s,
+        "ttft_s": stats.ttft_s,
+        "prefill_tokens_per_s": stats.prefill_tokens_per_s,
+        "collectives_per_token": stats.collectives_per_token,
+        "expected_collectives_per_token": stats.expected_collectives_per_token,
+        "bytes_per_token": sum(r["bytes_per_token"] for r in reports) if counted else None,
+        "expected_bytes_per_token": sum(r["expected_bytes_per_token"] for r in reports),
+        "prefill_bytes": sum(r["prefill_bytes"] for r in reports),
+        "expected_prefill_bytes": sum(r["expected_prefill_bytes"] for r in reports),
+        "activation_sha256": [r["activation_sha256"] for r in reports],
+        "devices": [r["device"] for r in reports],
+        "per_rank": reports,
+        "controls": controls.beside(model, generation, reports),
+    }
+    result["faults"] = faults(result)
+    result["statement"] = statement(result | {"ranks": model.comm.world_size})
+    return result

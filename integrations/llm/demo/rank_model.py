@@ -1,0 +1,112 @@
+"""One rank's model, and its generations with a report from every rank."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hostring import Comm
+from hostring.integrations.llm.conversation import Conversation
+from hostring.integrations.llm.demo.job import Job
+from hostring.integrations.llm.generate import Generation, Model, load_model
+from hostring.integrations.llm.model.devices import find_device
+from hostring.integrations.llm.model.sampling import Sampling
+from hostring.integrations.llm.request import HEAD_RANK
+
+Report = dict[str, Any]
+
+_WARM_UP_TOKENS = 4  # the first steps allocate, build their messages and wake the kernels
+
+
+class RankModel:
+    """What all generations on one rank share.
+
+    Attributes:
+        continued: the model continues a prompt rather than answer it.
+        conversation: what was said, in a chat; None where every prompt is answered for itself.
+    """
+
+    def __init__(self, job: Job, comm: Comm, device: str = "cpu") -> None:
+        self.job, self.comm = job, comm
+        self.device = find_device(device)
+        self.sampling = Sampling(job.temperature, job.top_k, job.top_p, job.seed)
+        self._loaded: tuple[tuple[str, ...], Model] | None = None
+        model = self.model(comm, job.dtypes)
+        self.continued = not model.tokenizer.templates.sources
+        self.conversation = Conversation(model) if job.chat else None
+
+    @property
+    def default_prompts(self) -> tuple[str, ...]:
+        if self.job.chat:
+            return ()
+        return ("In the beginning" if self.continued else "Why is the sky blue? Answer in two sentences.",)
+
+    def ids(self, prompt: str) -> list[int]:
+        if self.conversation is not None:
+            return self.conversation.ids(prompt)
+        return self.model(self.comm, self.job.dtypes).prompt_ids(prompt)
+
+    def model(self, comm: Comm, dtypes: tuple[str, ...]) -> Model:
+        """This rank's part of the model; the last one asked for is kept, others are given up first."""
+        if self._loaded is None or self._loaded[0] != dtypes or self._loaded[1].comm is not comm:
+            self._loaded = None
+            gc.collect()
+            model = load_model(
+                self.job.model,
+                comm,
+                dtype=dtypes[comm.rank],
+                device=self.device,
+                hash_activations=True,
+                compile=self.job.compile_of(comm.rank) if comm is self.comm else False,
+            )
+            self._loaded = dtypes, model
+        return self._loaded[1]
+
+    def move_to(self, comm: Comm) -> None:
+        """Go on in a rebuilt group; the weights stay where this rank is still the same."""
+        if self._loaded is not None and (comm.rank, comm.world_size) == (self.comm.rank, self.comm.world_size):
+            self._loaded[1].sharded.move_to(comm)
+        self.comm = comm
+        model = self.model(comm, self.job.dtypes)
+        if self.conversation is not None and self.conversation.model is not model:  # this is another rank now
+            self.conversation = Conversation(model)
+        elif self.conversation is not None:
+            self.conversation.forget_cache()
+
+    def answer(
+        self,
+        ids: Sequence[int],
+        *,
+        warm_up: bool,
+        on_text: Callable[[str], None] | None = None,
+        on_token: Callable[[int], None] | None = None,
+    ) -> tuple[Generation, list[Report]]:
+        """Answer on all ranks, in the conversation where there is one. Reports come by rank, on the head rank only."""
+        model = self.model(self.comm, self.job.dtypes)
+        if warm_up:
+            self._warm_up(model, ids)
+        generate = model.generate if self.conversation is None else self.conversation.answer
+        found = generate(ids, self.sampling, max_tokens=self.job.max_tokens, on_text=on_text, on_token=on_token)
+        return found, self._reports(self.comm, self.job.dtypes, model, found)
+
+    def again(self, ids: Sequence[int], comm: Comm, dtypes: tuple[str, ...]) -> tuple[Generation, list[Report]]:
+        """Generate the same on another group, or in other dtypes, for comparison."""
+        model = self.model(comm, dtypes)
+        self._warm_up(model, ids)
+        found = model.generate(ids, self.sampling, max_tokens=self.job.max_tokens)
+        return found, self._reports(comm, dtypes, model, found)
+
+    def _warm_up(self, model: Model, ids: Sequence[int]) -> None:
+        model.generate(ids, self.sampling, max_tokens=_WARM_UP_TOKENS)
+
+    def _reports(self, comm: Comm, dtypes: tuple[str, ...], model: Model, found: Generation) -> list[Report]:
+        own = {"rank": comm.rank, "dtype": dtypes[comm.rank], "device": str(model.sharded.device)}
+        return gather(comm, {**own, "compiled": model.sharded.compiled, **found.stats.as_dict()})
+
+
+def gather(comm: Comm, report: Report) -> list[Report]:
+    """The reports of all ranks, by rank, on the head rank; nothing elsewhere."""
+    payloads = comm.gather_bytes(json.dumps(report).encode())
+    return [json.loads(payload) for payload in payloads] if comm.rank == HEAD_RANK else []
