@@ -2,11 +2,13 @@
 """Decoding on two ranks with one core each, against one rank on one core: tokens per second, and where the time goes.
 
     python benchmarks/decode.py --model SmolLM2-135M-Instruct.Q4_1.gguf                      # over loopback TCP
-    python benchmarks/decode.py --model … --delay-us 50 --mbit 1000                          # between namespaces; needs root
+    python benchmarks/decode.py --model … --delay-us 50 --mbit 1000                          # between namespaces;
+    needs root
     python benchmarks/decode.py --model … --ranks 2 --dtypes float16,bfloat16 --rounds 9 --json out.json
 
 All processes are started once and load their weights once. Then they take turns, round by round, so that what else this
-machine does hits all of them; a process whose turn it is not waits for its standard input and uses no core. Reported are the
+machine does hits all of them; a process whose turn it is not waits for its standard input and uses no core. Reported
+are the
 median over rounds, and the fastest decile beside it. Greedy decoding: all must write the same tokens, or exit code 1.
 """
 
@@ -95,7 +97,8 @@ class Contender:
         shares = [sum(head["seconds"].get(p, 0.0) for p in PHASES) / sum(head["seconds"].values()) for head in heads]
         steps = heads[0]["generated_tokens"] - 1
         phases = {
-            p: statistics.median(head["seconds"].get(p, 0.0) for head in heads) / steps for p in (*PHASES, "compute")
+            p: statistics.median(head["seconds"].get(p, 0.0) for head in heads) / steps
+            for p in (*PHASES, "compute", "rest")
         }
         return {
             "label": self.label,
@@ -195,14 +198,18 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             ", ".join(f"rank {peer} {s:.2f}" for peer, s in sorted(row["waited_for_s"].items(), key=lambda kv: -kv[1]))
             or "-"
         )
-        cells = f"{row['tokens_per_s']:>9.2f} {ratios[0]:>6} {row['fastest_decile']:>9.2f} {ratios[1]:>6} {row['ttft_s']:>7.3f}"
+        cells = (
+            f"{row['tokens_per_s']:>9.2f} {ratios[0]:>6} {row['fastest_decile']:>9.2f} {ratios[1]:>6} "
+            f"{row['ttft_s']:>7.3f}"
+        )
         lines.append(f"{row['label']:<44} {cells} {100 * row['collective_fraction']:>10.1f}  {waited}")
         us = ", ".join(f"{phase} {s:.0f}" for phase, s in row["us_per_token"].items() if s)
         lines.append(f"{'':<44} us per token: {us}")
     return lines
 
 
-def main() -> int:
+def parsed() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a GGUF file or a Hugging Face directory; the bundled model when not given")
     parser.add_argument("--prompt", default="Tell me about the sea.")
@@ -218,7 +225,11 @@ def main() -> int:
     parser.add_argument("--delay-us", type=float, help="two ranks in namespaces, this far apart each way")
     parser.add_argument("--json", help="write all figures to a file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parsed()
     if options.model is None:
         import hostring.integrations.llm as llm
 

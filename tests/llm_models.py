@@ -45,7 +45,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def hf_model(family: str, seed: int = 0) -> Any:
-    """A random model of `transformers` with weights large enough for logits that differ clearly, biases and norms included."""
+    """A random model of `transformers` with weights large enough for logits that differ clearly, biases and norms
+    included."""
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager").eval()
     model.config.eos_token_id = model.generation_config.eos_token_id = None  # a random model has no end
     generator = torch.Generator().manual_seed(seed)
@@ -114,7 +115,8 @@ def write_gguf(
 ) -> Path:
     """Write `model` as GGUF, matrices as `kind` where their rows are whole blocks of it, otherwise f32.
 
-    The llama architecture gets its q and k rows interleaved, as llama.cpp's converter does. `change` may add to the file,
+    The llama architecture gets its q and k rows interleaved, as llama.cpp's converter does. `change` may add to the
+    file,
     and replace keys; tensors named in `without` are left out.
     """
     config = model.config

@@ -1,4 +1,5 @@
-"""`hostring demo` and `hostring generate`: one model on unlike ranks. The core names the integration only here, when asked."""
+"""`hostring demo` and `hostring generate`: one model on unlike ranks. The core names the integration only here, when
+asked."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import typer
 
 from hostring.command_line import need
 
+_TIMEOUT_HELP = "Seconds for start-up and for each collective."
 _LLM = "hostring.integrations.llm"
 _PACKAGES = ("torch", "safetensors", "tokenizers", "jinja2", "gguf")  # what the extra `llm` brings
 
@@ -59,7 +61,10 @@ def demo(
     device: Annotated[
         str,
         typer.Option(
-            help="What each rank computes on: cpu, cuda (also ROCm), cuda:1, mps, xpu, auto; one for all, or one per rank."
+            help=(
+                "What each rank computes on: cpu, cuda (also ROCm), cuda:1, mps, xpu, auto; one for all, or "
+                "one per rank."
+            )
         ),
     ] = "cpu",
     topology: TopologyName = "auto",
@@ -80,7 +85,7 @@ def demo(
     ] = None,
     compile: Compile = None,
     rejoin_timeout: RejoinTimeout = 300.0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for start-up and for each collective.")] = 120.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help=_TIMEOUT_HELP)] = 120.0,
 ) -> None:
     """Run a model on unlike rank processes of this machine, over TCP, and account for every byte.
 
@@ -123,13 +128,12 @@ def generate(
     stats: Annotated[bool, typer.Option(help="Print what it cost after the text.")] = True,
     compile: Compile = None,
     rejoin_timeout: RejoinTimeout = 300.0,
-    timeout: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds for start-up and for each collective; 30 by default.")
-    ] = None,
+    timeout: Annotated[float | None, typer.Option(min=0.1, help=f"{_TIMEOUT_HELP} 30 by default.")] = None,
 ) -> None:
     """Do the demo's work as one rank of a group that a launcher started.
 
-    Run it under torchrun, mpirun, srun or `hostring launch -n 2 -m hostring generate`. Only the head rank prints. A rank
+    Run it under torchrun, mpirun, srun or `hostring launch -n 2 -m hostring generate`. Only the head rank prints. A
+    rank
     that dies while more prompts are to come is waited for; `hostring launch --rejoin 9` starts it again, elsewhere the
     line to run is printed. The exit code is 1 when an answer broke off.
     """
@@ -184,7 +188,8 @@ def _job(options: dict[str, Any], **decided: Any) -> Any:
 
 
 def _finish(result: dict[str, Any], json_file: Path | None) -> None:
-    """Write the figures, and fail when they show that the run was not what it claims to be, or a prompt was not answered."""
+    """Write the figures, and fail when they show that the run was not what it claims to be, or a prompt was not
+    answered."""
     import json
 
     if json_file is not None:

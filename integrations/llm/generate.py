@@ -62,7 +62,8 @@ class Model:
 
     @cached_property
     def rows_without_token(self) -> Tensor | None:
-        """Local rows of the head that stand for no token, which are never chosen. Files pad their vocabulary with them."""
+        """Local rows of the head that stand for no token, which are never chosen. Files pad their vocabulary with
+        them."""
         known, mine = self.tokenizer.known_ids(), self.sharded.plan.vocab_of(self.comm.rank)
         rows = [row for row, i in enumerate(mine) if i not in known]
         return torch.tensor(rows, device=self.sharded.device) if rows else None
@@ -93,9 +94,11 @@ class Model:
             max_tokens: the most to generate; fewer when the KV cache is full. The head rank's counts.
             on_text: called with pieces of text as they come, on the head rank only.
             on_token: called with every id as it comes, on every rank: what there is when a generation fails half-way.
-            cache: an earlier turn's cache to continue from; a new one when not given. It holds all but the last token of
+            cache: an earlier turn's cache to continue from; a new one when not given. It holds all but the last token
+                of
                 that turn's answer, which therefore starts the next prompt.
-            prefix: instead of a cache: what earlier prompts and answers left. What the prompt has in common with them from
+            prefix: instead of a cache: what earlier prompts and answers left. What the prompt has in common with them
+                from
                 the start is not computed again. All ranks pass one, or none does.
 
         Raises:
@@ -145,7 +148,8 @@ def load_model(
             if there is one (see `find_device`). Ranks may differ.
         plan: which part of the model each rank holds; balanced by default. Must be the same on all ranks.
         max_seq: positions of the KV cache; by default what the model was trained for, but at most 4096.
-        replicate_embedding: every rank holds all embedding rows. Otherwise they are split too, at one more reduction per step.
+        replicate_embedding: every rank holds all embedding rows. Otherwise they are split too, at one more reduction
+            per step.
         hash_activations: keep a running sha256 of the reduced hidden states, and check that they are used.
         compile: let torch compile the layers while the model is loaded; or the name of a backend of `torch.compile`.
             Ranks may differ; the others wait for this one in their first collective, up to its timeout.
@@ -172,7 +176,8 @@ def load_model(
 def _check_fit(ids: Sequence[int], cache: KVCache, taken: int) -> None:
     if taken + len(ids) > cache.max_seq:
         raise ValueError(
-            f"the prompt's {len(ids)} tokens don't fit the KV cache of {cache.max_seq} positions, {taken} of them taken; "
+            f"the prompt's {len(ids)} tokens don't fit the KV cache of {cache.max_seq} positions, {taken} of "
+            f"them taken; "
             "raise max_seq or shorten the prompt"
         )
 
@@ -255,7 +260,8 @@ class _Run:
         token, status = self.comm.decide(mine, self._choose, root=HEAD_RANK)[:, 0].tolist()
         if status == NOT_FINITE:
             raise ValueError(
-                f"a logit is not a finite number after {len(self.tokens)} tokens; check the checkpoint, or compute in float32"
+                f"a logit is not a finite number after {len(self.tokens)} tokens; check the checkpoint, or "
+                f"compute in float32"
             )
         self.tokens.append(token)
         if self.on_token is not None:

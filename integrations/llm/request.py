@@ -43,7 +43,8 @@ class Request:
         for position, i in enumerate(whole):
             if not 0 <= i < vocab_size:
                 raise ValueError(
-                    f"id {i} at position {position} of the prompt is outside the vocabulary; ids are 0 to {vocab_size - 1}"
+                    f"id {i} at position {position} of the prompt is outside the vocabulary; ids are 0 to "
+                    f"{vocab_size - 1}"
                 )
         if max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}; ask for at least 1")

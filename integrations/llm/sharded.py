@@ -65,7 +65,8 @@ class ShardedModel:
     def new_cache(self, batch: int = 1) -> KVCache:
         """An empty KV cache for the heads that live here.
 
-        It holds values rounded to the rank's dtype; on a CPU in f32, whose attention kernel is five times slower in f16.
+        It holds values rounded to the rank's dtype; on a CPU in f32, whose attention kernel is five times slower in
+        f16.
         """
         dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         return KVCache(self.decoder.config, batch, self.max_seq, dtype, self.device)
@@ -84,7 +85,8 @@ class ShardedModel:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """Feed tokens, shape (batch, seq); returns this rank's logits of the last one, shape (batch, local vocabulary), f32."""
+        """Feed tokens, shape (batch, seq); returns this rank's logits of the last one, shape (batch, local
+        vocabulary), f32."""
         clock, audit = self.reducer.clock, self.reducer.audit
         clock.start()
         tokens = tokens.to(self.device)
@@ -119,7 +121,8 @@ def build(
         comm: the group; its rank decides which slices.
         plan: who holds what; balanced when not given. Must be the same on all ranks.
         dtype: what this rank computes in; ranks may differ.
-        device: what it computes on, see `find_device`; ranks may differ. Slices are read on the host and moved one by one.
+        device: what it computes on, see `find_device`; ranks may differ. Slices are read on the host and moved one by
+            one.
         max_seq: positions to hold; what the model was trained for, but at most 4096, when not given.
         replicate_embedding: every rank holds all embedding rows and looks them up alone. Otherwise they are split too,
             which costs one more reduction per step.
@@ -128,7 +131,8 @@ def build(
             differ; the others wait for this one in their first collective, up to its timeout.
 
     Raises:
-        ValueError: there is no such device, the plan doesn't fit the group or the model, or a tensor is missing or misshapen.
+        ValueError: there is no such device, the plan doesn't fit the group or the model, or a tensor is missing or
+        misshapen.
     """
     device = find_device(device)
     config = checkpoint.config

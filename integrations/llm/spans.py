@@ -41,7 +41,8 @@ class Span:
     Attributes:
         layer: which.
         region: "attention" or "mlp".
-        operations: torch operations of `Decoder.forward` that compute; views and casts that move nothing are not counted.
+        operations: torch operations of `Decoder.forward` that compute; views and casts that move nothing are not
+            counted.
         seconds: the median over the steps that were measured; on an accelerator, of the time until they are queued.
     """
 

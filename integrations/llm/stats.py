@@ -19,18 +19,21 @@ class Stats:
     Attributes:
         prompt_tokens, generated_tokens: counts. reused_tokens: of the prompt, those that were in the cache already.
         ttft_s: from the call to the first token on this rank, prefill included.
-        prefill_tokens_per_s: prompt tokens that were not reused over the time of the forward passes over them and the first decision.
+        prefill_tokens_per_s: prompt tokens that were not reused over the time of the forward passes over them and the
+            first decision.
         decode_tokens_per_s: tokens after the first over the time they took.
         collectives_per_token: counted over the decode steps; expected_collectives_per_token: 2 per layer and 1.
         bytes_per_token: payload that this rank sent, counted over the decode steps.
         expected_bytes_per_token: what the schedules say for the same calls.
-        prefill_collectives, prefill_bytes: the same, over the prompt and the first decision; expected_prefill_collectives,
+        prefill_collectives, prefill_bytes: the same, over the prompt and the first decision;
+            expected_prefill_collectives,
             expected_prefill_bytes: what the schedules say.
         seconds: where the decode steps' time went: "compute" by a clock that runs from step to step and stands still in
             collectives, the group's phases, and the "rest". An accelerator computes while it is waited for, before its
             sums are copied to the host: that is in "stage".
         waited_for: seconds of the decode steps' waiting by the rank that was waited for.
-        activation_sha256: of all reduced hidden states of this generation, and of the residual stream at the end of each
+        activation_sha256: of all reduced hidden states of this generation, and of the residual stream at the end of
+            each
             step, in order; None unless asked for.
         wrong_steps: forward passes whose residual stream was not the sum of what was reduced; None unless asked for.
     """

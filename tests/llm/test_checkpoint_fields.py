@@ -1,4 +1,5 @@
-"""Whatever a checkpoint says is either computed as `transformers` computes it, or refused by name before weights are read."""
+"""Whatever a checkpoint says is either computed as `transformers` computes it, or refused by name before weights are
+read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A process of the demo is lost in the middle of an answer: what was written stays, the rank is named, and the next prompt is answered."""
+"""A process of the demo is lost in the middle of an answer: what was written stays, the rank is named, and the next
+prompt is answered."""
 
 from __future__ import annotations
 

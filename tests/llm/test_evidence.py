@@ -1,4 +1,5 @@
-"""A run that does not do what it claims is found out: ranks that skip reductions, or throw their results away, for real."""
+"""A run that does not do what it claims is found out: ranks that skip reductions, or throw their results away, for
+real."""
 
 from __future__ import annotations
 

@@ -112,7 +112,8 @@ def test_transformers_loads_it_and_computes_the_same(model: Model) -> None:
     with torch.inference_mode():
         expected = theirs(torch.tensor([ids])).logits
         got = model.sharded.decoder(torch.tensor([ids]))
-    # Both compute in f32, in different orders: sums of 160 and 437 terms in 4 layers, far below 1000 roundings of 2^-24.
+    # Both compute in f32, in different orders: sums of 160 and 437 terms in 4 layers, far below 1000 roundings of
+    # 2^-24.
     torch.testing.assert_close(got, expected, rtol=0, atol=float(1000 * 2.0**-24 * expected.abs().max()))
 
 

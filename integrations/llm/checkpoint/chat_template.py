@@ -1,4 +1,5 @@
-"""Chat templates, rendered to the text that `transformers.apply_chat_template` gives for the same template and messages."""
+"""Chat templates, rendered to the text that `transformers.apply_chat_template` gives for the same template and
+messages."""
 
 from __future__ import annotations
 

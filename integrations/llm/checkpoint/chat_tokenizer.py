@@ -119,6 +119,7 @@ def check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as exc:
         raise ValueError(
-            f"the text holds U+{ord(text[exc.start]):04X} at position {exc.start}, half of a surrogate pair, which is no "
+            f"the text holds U+{ord(text[exc.start]):04X} at position {exc.start}, half of a surrogate pair, "
+            f"which is no "
             "character; decode the bytes it came from as UTF-8"
         ) from None

@@ -1,4 +1,5 @@
-"""Named values of a file, asked for one by one. Every error names the file, the field, its value, and what is accepted."""
+"""Named values of a file, asked for one by one. Every error names the file, the field, its value, and what is
+accepted."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ class Fields:
         for name, value in self._values.items():
             if name.startswith(self.prefix) and name not in self._asked and value is not None:
                 raise ValueError(
-                    f"{self.source}: {name} is {_short(value)}, which this decoder does not know; {what} that may change "
+                    f"{self.source}: {name} is {_short(value)}, which this decoder does not know; {what} "
+                    f"that may change "
                     "the result are refused. Remove the field if it changes nothing"
                 )
 

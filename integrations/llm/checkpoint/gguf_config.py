@@ -117,7 +117,8 @@ def _check_heads(fields: Fields, heads: int, head_dim: int, q_rows: int) -> None
     if heads * head_dim != q_rows:
         count, length = (f"{fields.prefix}attention.{name}" for name in ("head_count", "key_length"))
         raise ValueError(
-            f"{fields.source}: {count} is {heads} and {length} is {head_dim}, but blk.0.attn_q.weight has {q_rows} rows; "
+            f"{fields.source}: {count} is {heads} and {length} is {head_dim}, but blk.0.attn_q.weight has "
+            f"{q_rows} rows; "
             "expected the product of the two"
         )
 
@@ -140,7 +141,8 @@ def _check_sizes(fields: Fields, shapes: Mapping[str, tuple[int, ...]], head_dim
 
 
 def _has(shapes: Mapping[str, tuple[int, ...]], *ends: str) -> bool:
-    """Whether the first layer has all of these tensors. What other layers have or lack is then found by `check_tensors`."""
+    """Whether the first layer has all of these tensors. What other layers have or lack is then found by
+    `check_tensors`."""
     return all(f"blk.0.{end}" in shapes for end in ends)
 
 

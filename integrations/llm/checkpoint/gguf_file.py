@@ -129,12 +129,14 @@ def _check_kind(path: Path, name: str, info: TensorInfo) -> None:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[info.kind][1]), np.uint8), info.kind)
     except NotImplementedError:
         raise ValueError(
-            f"{path}: {name} is of format {info.kind.name}, which can't be dequantised here; F32, F16, BF16 and the block "
+            f"{path}: {name} is of format {info.kind.name}, which can't be dequantised here; F32, F16, BF16 "
+            f"and the block "
             "formats that the gguf package dequantises are read"
         ) from None
 
 
 def _halves(values: Tensor, head_dim: int) -> Tensor:
-    """Undo the interleaving of whole heads: row 2j + t of a head goes to row t * head_dim / 2 + j. values: (rows, columns)."""
+    """Undo the interleaving of whole heads: row 2j + t of a head goes to row t * head_dim / 2 + j. values: (rows,
+    columns)."""
     pairs = values.reshape(values.shape[0] // head_dim, head_dim // 2, 2, values.shape[1])
     return pairs.transpose(1, 2).reshape(values.shape)

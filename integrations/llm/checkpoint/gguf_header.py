@@ -1,7 +1,8 @@
 """The header of a GGUF file: metadata and where each tensor lies.
 
 `gguf.GGUFReader` builds an array object per metadata item and takes seconds for a vocabulary of 50 000 tokens; every
-rank opens the file, so this reads the same bytes in one pass (30 times faster). Format: ggml docs/gguf.md, versions 2 and 3.
+rank opens the file, so this reads the same bytes in one pass (30 times faster). Format: ggml docs/gguf.md, versions 2
+and 3.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`config.json` of a Hugging Face directory: what this decoder understands of it, what changes nothing, and what is refused."""
+"""`config.json` of a Hugging Face directory: what this decoder understands of it, what changes nothing, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from hostring.integrations.llm.model.rope import RopeScaling
 
 _SILU = ("silu", "swish")
 
-# Fields that change nothing in a forward pass over text: names, training, and what `transformers` returns beside logits.
+# Fields that change nothing in a forward pass over text: names, training, and what `transformers` returns beside
+# logits.
 _HARMLESS = (
     "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range", "_name_or_path",
     "name_or_path", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
@@ -96,12 +98,14 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
         method = fields.get("quantization_config")
         name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else method
         raise ValueError(
-            f"{fields.source}: quantization_config says that the weights are quantised ({name!r}), which is not supported; "
+            f"{fields.source}: quantization_config says that the weights are quantised ({name!r}), which is "
+            f"not supported; "
             "take the original checkpoint, or a GGUF file"
         )
     if fields.get("hidden_act", "silu") not in _SILU:
         raise ValueError(
-            f"{fields.source}: hidden_act {fields.get('hidden_act')!r} is not supported; the MLP is SwiGLU (silu or swish)"
+            f"{fields.source}: hidden_act {fields.get('hidden_act')!r} is not supported; the MLP is SwiGLU "
+            f"(silu or swish)"
         )
     if fields.flag("use_sliding_window"):
         raise ValueError(
@@ -131,7 +135,8 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
 
 
 def _rope(fields: Fields, kind: str) -> tuple[float, RopeScaling]:
-    """Theta and scaling. transformers 5 writes `rope_parameters`, earlier releases wrote `rope_scaling` and `rope_theta`."""
+    """Theta and scaling. transformers 5 writes `rope_parameters`, earlier releases wrote `rope_scaling` and
+    `rope_theta`."""
     new, old = fields.get("rope_parameters"), fields.get("rope_scaling")
     name = "rope_scaling" if old else "rope_parameters"  # the order of transformers
     values = old or new or {}

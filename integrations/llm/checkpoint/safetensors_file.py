@@ -103,7 +103,8 @@ class SafetensorsCheckpoint:
         dtype = tensor.get_dtype()
         if dtype not in _DTYPES:
             raise ValueError(
-                f"{file}: {name} is of dtype {dtype}, whose scale is not known; weights in {', '.join(_DTYPES)} are read. "
+                f"{file}: {name} is of dtype {dtype}, whose scale is not known; weights in "
+                f"{', '.join(_DTYPES)} are read. "
                 "Take the original checkpoint, or a GGUF file"
             )
         return tuple(tensor.get_shape())

@@ -27,7 +27,8 @@ class Job:
         devices: what each rank computes on; none where every rank says so for itself.
         compile: for each rank, the backend of `torch.compile`, "" for none; nothing where no rank compiles.
         prompts: answered one after the other; none for one that suits the model.
-        chat: more of them come from the head rank's standard input, a line each, and all are one conversation. Otherwise
+        chat: more of them come from the head rank's standard input, a line each, and all are one conversation.
+            Otherwise
             every prompt is answered for itself.
         max_tokens, temperature, top_k, top_p, seed: see `Sampling`.
         controls: also run on one rank alone, and on all ranks with one dtype.

@@ -28,7 +28,8 @@ from hostring.integrations.llm.request import HEAD_RANK
 
 Tell = Callable[[str, Any], None]
 """Called with what happens: ("stage", name), ("ask", None), ("prompt", what is shown of it), ("text", piece),
-("answered", None), ("restarted", None), ("refused", why), ("lost", who and how), ("whole", None), ("result", figures)."""
+("answered", None), ("restarted", None), ("refused", why), ("lost", who and how), ("whole", None), ("result",
+figures)."""
 
 _LOAD_WAIT_S = 120.0  # how long ranks wait at least for those that still load: a short timeout is meant for steps
 _COMPILE_WAIT_S = 900.0  # the same, where a rank compiles

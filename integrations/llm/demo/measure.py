@@ -24,7 +24,8 @@ def measure(job: Job, comm: Comm, tell: Tell, device: str = "cpu") -> dict[str, 
         all figures on the head rank, None elsewhere. They are those of the last prompt that was answered to the end.
 
     Raises:
-        HostringError: this rank can't go on. The head rank raises it only before the first prompt; after that the figures
+        HostringError: this rank can't go on. The head rank raises it only before the first prompt; after that the
+        figures
             hold what there is, and "error".
     """
     tell("stage", "loading")

@@ -44,7 +44,8 @@ class RankMonitor:
         return self._result
 
     def again(self, rank: int, how: str) -> bool:
-        """A rank is worth a new start while there is something to come back for, but not when it ends before it is ready, each time."""
+        """A rank is worth a new start while there is something to come back for, but not when it ends before it is
+        ready, each time."""
         with self._lock:
             if rank == 0 and rank in self._starts:
                 self.head_ended = how

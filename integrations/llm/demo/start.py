@@ -66,7 +66,8 @@ def demo(job: Job) -> dict[str, Any]:
 
 
 def generate(job: Job, comm: Comm, *, device: str = "auto", stats: bool = True) -> dict[str, Any] | None:
-    """Run `job` as one rank of `comm`, which names its own device. The head rank shows the text and the figures, and returns these."""
+    """Run `job` as one rank of `comm`, which names its own device. The head rank shows the text and the figures, and
+    returns these."""
     from hostring.integrations.llm.demo.measure import measure
 
     if nobody_restarts(os.environ):

@@ -26,7 +26,8 @@ def of(result: dict[str, Any]) -> Iterator[Table]:
 def headline(result: dict[str, Any]) -> str:
     how = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}, seed {result['seed']}"
     return (
-        f"\n{result['ranks']} ranks, topology {result['topology']}, order {result['order']}; {result['prompt_tokens']} prompt tokens, "
+        f"\n{result['ranks']} ranks, topology {result['topology']}, order {result['order']}; "
+        f"{result['prompt_tokens']} prompt tokens, "
         f"{len(result['tokens'])} generated ({how})"
     )
 

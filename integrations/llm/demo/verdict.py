@@ -12,13 +12,15 @@ def kind(run: dict[str, Any], devices: Sequence[str]) -> str:
 
 
 def faults(result: dict[str, Any]) -> list[str]:
-    """What makes a run invalid: ranks that disagree, or traffic that the schedules don't explain. Empty for a valid run."""
+    """What makes a run invalid: ranks that disagree, or traffic that the schedules don't explain. Empty for a valid
+    run."""
     found: list[str] = []
     for report in result["per_rank"]:
         found += _uncounted(report)
         if report.get("wrong_steps"):
             found.append(
-                f"rank {report['rank']}: {report['wrong_steps']} steps computed with something else than what was reduced"
+                f"rank {report['rank']}: {report['wrong_steps']} steps computed with something else than "
+                f"what was reduced"
             )
     found += _differing("this run", result["activation_sha256"])
     same = result["controls"].get("same_dtype")
@@ -72,7 +74,8 @@ def statement(result: dict[str, Any]) -> str:
 
 
 def _where(reports: list[dict[str, Any]]) -> str:
-    """The share of the decode time that went into communication, on the rank where it is smallest. An accelerator can't tell."""
+    """The share of the decode time that went into communication, on the rank where it is smallest. An accelerator
+    can't tell."""
     if any(r.get("device", "cpu") != "cpu" for r in reports):
         return ""
     own = ("compute", "rest")

@@ -13,7 +13,8 @@ from torch import Tensor
 class StreamAudit:
     """Hashes the sums that a rank gets, and adds them up a second time beside the model.
 
-    The residual stream is the embedding plus all sums, in f32, in order. A model that skips a reduction, or computes with
+    The residual stream is the embedding plus all sums, in f32, in order. A model that skips a reduction, or computes
+    with
     something else than its result, ends a step with another stream than the one that is added up here.
 
     Args:

@@ -64,7 +64,8 @@ class KVCache:
         start, stop = self.length, self.length + n_positions
         if stop > self.max_seq:
             raise ValueError(
-                f"KV cache holds {self.max_seq} positions, {start} are taken and {n_positions} more are needed; raise max_seq"
+                f"KV cache holds {self.max_seq} positions, {start} are taken and {n_positions} more are "
+                f"needed; raise max_seq"
             )
         self.length = stop
         fresh = self._kv[:, :, :, start:stop]

@@ -14,9 +14,11 @@ def find_device(wanted: str | torch.device, local_rank: int | None = None) -> to
     """The device that is meant.
 
     Args:
-        wanted: torch's name for it, with or without a number: "cpu", "cuda" (which is also ROCm), "cuda:1", "mps", "xpu".
+        wanted: torch's name for it, with or without a number: "cpu", "cuda" (which is also ROCm), "cuda:1", "mps",
+            "xpu".
             "auto" is an accelerator, or the CPU where there is none.
-        local_rank: of this process among those of this host, which share its accelerators out by "auto". By default what the
+        local_rank: of this process among those of this host, which share its accelerators out by "auto". By default
+            what the
             launcher said; 0 where none did.
 
     Raises:
@@ -55,14 +57,18 @@ def _instead() -> str:
     """What there is, and what to try."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        return f"torch {torch.__version__} finds no accelerator: take cpu, or install the driver of yours and the build of torch for it"
+        return (
+            f"torch {torch.__version__} finds no accelerator: take cpu, or install the driver of yours "
+            f"and the build of torch for it"
+        )
     there = ", ".join(f"{accelerator.type}:{i}" for i in range(_count(accelerator.type)))
     return f"torch {torch.__version__} finds cpu, {there}: take one of these, or auto"
 
 
 @lru_cache
 def sums_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether an accelerator multiplies matrices of a 16-bit dtype into f32 sums. Found out with sums that f16 can't hold."""
+    """Whether an accelerator multiplies matrices of a 16-bit dtype into f32 sums. Found out with sums that f16 can't
+    hold."""
     if device.type == "cpu" or dtype == torch.float32:
         return False
     x = torch.full((16, 16), 256.0, dtype=dtype, device=device)

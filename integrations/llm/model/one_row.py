@@ -129,7 +129,8 @@ class OneRow:
         return self.logits(self.run_layers(self.decoder.embed(token), cache))
 
     def run_layers(self, h: Tensor, cache: KVCache) -> Tensor:
-        """The residual stream after all layers, shape (1, hidden), valid until the next call. h: (1, 1, hidden), f32."""
+        """The residual stream after all layers, shape (1, hidden), valid until the next call. h: (1, 1, hidden),
+        f32."""
         cos, sin = self.decoder.rotary.at(cache.length, 1)
         return self.row.run_layers(h[0], cos[0], sin[0], cache.extend(1))  # cos and sin: (heads + 2 kv_heads, head_dim)
 

@@ -87,7 +87,8 @@ def local_candidates(logits: Tensor, n_candidates: int, first: int) -> npt.NDArr
 
 
 def _best(logits: Tensor, count: int) -> Tensor:
-    """Bits and indices of the largest, shape (2, count), on the host: one copy, so that the device is waited for once."""
+    """Bits and indices of the largest, shape (2, count), on the host: one copy, so that the device is waited for
+    once."""
     if count == 1:
         values, indices = logits.max(0, keepdim=True)
     else:

@@ -29,7 +29,8 @@ class ShardPlan:
     def __post_init__(self) -> None:
         if not len(self.kv_groups) == len(self.columns) == len(self.vocab):
             raise ValueError(
-                f"a plan needs one number per rank: {len(self.kv_groups)} for KV groups, {len(self.columns)} for columns, "
+                f"a plan needs one number per rank: {len(self.kv_groups)} for KV groups, {len(self.columns)} "
+                f"for columns, "
                 f"{len(self.vocab)} for vocabulary"
             )
         if min(*self.columns, *self.vocab, 0) < 0:
@@ -171,4 +172,7 @@ def _too_many_ranks(groups: int, world_size: int) -> str:
     plans = " or ".join(
         f"{n} rank{'s' * (n > 1)} with {_slashed(apportion(groups, [1.0] * n))} groups" for n in nearest
     )
-    return f"{world_size} ranks can't share {groups} KV-head groups, each needs at least one; the nearest legal plans: {plans}"
+    return (
+        f"{world_size} ranks can't share {groups} KV-head groups, each needs at least one; the nearest "
+        f"legal plans: {plans}"
+    )

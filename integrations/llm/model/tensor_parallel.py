@@ -39,7 +39,8 @@ class Summing(Protocol):
 class HiddenReducer:
     """Adds up the ranks' partial hidden states in f32.
 
-    On a CPU, decoding always passes its single row through the same buffer, so that the group prepares its messages once.
+    On a CPU, decoding always passes its single row through the same buffer, so that the group prepares its messages
+    once.
     What lies on another device is staged by the group.
 
     Attributes:
@@ -93,7 +94,8 @@ def _streamed(weight: Tensor) -> Tensor:
 
 
 def _one_thread() -> bool:
-    """Whether torch and numpy's BLAS both compute on one thread. numpy can't tell; this is what OpenBLAS goes by when it is loaded."""
+    """Whether torch and numpy's BLAS both compute on one thread. numpy can't tell; this is what OpenBLAS goes by when
+    it is loaded."""
     told = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return torch.get_num_threads() == 1 and (told == "1" if told else cores == 1)
@@ -101,7 +103,8 @@ def _one_thread() -> bool:
 
 def product(x: Tensor, columns: Tensor, y: Tensor) -> Call:
     """What puts the product of x, shape (1, inputs), with `columns`, shape (inputs, outputs), into y. All are f32."""
-    # One thread reads a streamed matrix 10 to 35 % faster in numpy. More than one, and numpy's idle threads spin on the cores
+    # One thread reads a streamed matrix 10 to 35 % faster in numpy. More than one, and numpy's idle threads spin on
+    # the cores
     # that torch's need, and the other way round: decoding with two was 7 times slower.
     if _one_thread():
         return partial(np.dot, x.numpy()[0], columns.numpy(), out=y.numpy()[0])
