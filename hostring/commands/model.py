@@ -128,7 +128,7 @@ def generate(
     stats: Annotated[bool, typer.Option(help="Print what it cost after the text.")] = True,
     compile: Compile = None,
     rejoin_timeout: RejoinTimeout = 300.0,
-    timeout: Annotated[float | None, typer.Option(min=0.1, help=f"{_TIMEOUT_HELP} 30 by default.")] = None,
+    timeout: Annotated[float | None, typer.Option(min=0.1, help=f"{_TIMEOUT_HELP} 120 by default.")] = None,
 ) -> None:
     """Do the demo's work as one rank of a group that a launcher started.
 

@@ -1,7 +1,7 @@
 """Prompts answered one after the other by a group that is rebuilt when a rank is lost.
 
 The head rank has the prompts, and tells the others through the group what comes next, so that they need nothing but the
-group. While there is no prompt it says so every second: that is how a rank that dies in the meantime is noticed.
+group. While there is no prompt it tells them that every second, so that a rank that dies meanwhile is noticed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Loop:
         """Do what the head says, until it says that this is the end. A collective: every rank calls it.
 
         Raises:
-            HostringError: a rank was lost that could not be waited for, or did not come back.
+            HostringError: a rank was lost, and did not come back or is not waited for.
             ValueError: the only prompt was refused.
         """
         while True:
@@ -135,7 +135,7 @@ class Loop:
         self._gathered = False
 
     def _waits(self, exc: HostringError) -> bool:
-        """Whether the rank that was lost may come back, and there is something to come back for."""
+        """Whether the lost rank may come back, and prompts are left for it."""
         tries = self._more and self._losses < _MAX_LOSSES and self._model.job.patience > 0
         return tries and exc.rank not in (None, HEAD_RANK) and not isinstance(exc, _NOT_RECOVERABLE)
 

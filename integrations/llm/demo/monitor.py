@@ -44,7 +44,7 @@ class RankMonitor:
         return self._result
 
     def again(self, rank: int, how: str) -> bool:
-        """A rank is worth a new start while there is something to come back for, but not when it ends before it is
+        """Whether to start a rank again: while prompts are left, but not when it ends before it is
         ready, each time."""
         with self._lock:
             if rank == 0 and rank in self._starts:
@@ -57,7 +57,7 @@ class RankMonitor:
             return True
 
     def stuck(self) -> Collection[int]:
-        """Ranks that the others gave up and that don't know it: stopped, or lost in a computation."""
+        """Ranks that the others gave up and that report nothing: stopped, or in a long computation."""
         with self._lock:
             late = monotonic() - SILENCE_S
             return [rank for rank, since in self._given_up.items() if since < late and rank not in self._rebuilding]

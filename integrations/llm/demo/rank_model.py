@@ -49,7 +49,7 @@ class RankModel:
         return self.model(self.comm, self.job.dtypes).prompt_ids(prompt)
 
     def model(self, comm: Comm, dtypes: tuple[str, ...]) -> Model:
-        """This rank's part of the model; the last one asked for is kept, others are given up first."""
+        """This rank's part of the model; only the last one asked for is kept."""
         if self._loaded is None or self._loaded[0] != dtypes or self._loaded[1].comm is not comm:
             self._loaded = None
             gc.collect()

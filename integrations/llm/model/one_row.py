@@ -21,7 +21,7 @@ from hostring.integrations.llm.model.tensor_parallel import RowParallelLinear, R
 
 
 def bound(module: nn.Module) -> Rows:
-    """What a matrix does to one row: as the module itself binds it, where it can."""
+    """A call that multiplies one row: the one that the module binds, else its `forward`."""
     bind: Callable[[], Rows] | None = getattr(module, "bind_row", None)
     return module.forward if bind is None else bind()
 

@@ -62,7 +62,7 @@ class _Buffers:
         self.activated, self.up, self.product = self.gate.numpy(), up.numpy(), self.gated.numpy()
 
     def norm(self, norm: RMSNorm) -> Call:
-        """What puts the norm of h into x: h * (w √n / √(h·h + n ε))."""
+        """A call that writes the norm of h into x: h * (w √n / √(h·h + n ε))."""
         h, x, width, multiply = self.h, self.x.numpy()[0], norm.weight.numel(), np.multiply
         scaled, floor = norm.weight.detach().numpy() * np.float32(width**0.5), norm.eps.item() * width
 
@@ -72,7 +72,7 @@ class _Buffers:
         return apply
 
     def head_norm(self, attention: Attention) -> Call | None:
-        """What applies the QK-norm, in place; values stay."""
+        """A call that applies the QK-norm in place, to queries and keys but not to values."""
         if attention.q_norm is None or attention.k_norm is None:
             return None
         weight, width = weight_of_heads(attention, attention.q_norm, attention.k_norm).numpy(), attention.head_dim
@@ -107,7 +107,7 @@ class _Buffers:
         np.multiply(self.activated, self.up, out=self.product)
 
     def add(self) -> None:
-        """Let h have what was added up. Summed onto h at once, products would lose the bits by which h is larger."""
+        """Add the sum to h. Products summed directly onto h would lose low bits, because h is larger."""
         np.add(self.h, self.added, out=self.h)
 
 

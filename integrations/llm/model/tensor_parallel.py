@@ -2,7 +2,7 @@
 
 A sub-layer is a column-parallel matrix, head-local or column-local work, and a row-parallel matrix: each rank applies
 its own slice of the output projection, so nothing but one hidden-state-sized partial sum crosses the wire. It does so
-in f32, twice per layer, and what comes back has the same bits on every rank, whatever dtype a rank computes in.
+in f32, twice per layer, and the sum has the same bits on every rank, whatever dtype a rank computes in.
 
 Layers after Shoeybi et al., Megatron-LM, arXiv:1909.08053.
 """
@@ -102,7 +102,7 @@ def _one_thread() -> bool:
 
 
 def product(x: Tensor, columns: Tensor, y: Tensor) -> Call:
-    """What puts the product of x, shape (1, inputs), with `columns`, shape (inputs, outputs), into y. All are f32."""
+    """A call that writes x times `columns` into y, all f32. x: (1, inputs); columns: (inputs, outputs)."""
     # One thread reads a streamed matrix 10 to 35 % faster in numpy. More than one, and numpy's idle threads spin on
     # the cores
     # that torch's need, and the other way round: decoding with two was 7 times slower.
@@ -112,7 +112,7 @@ def product(x: Tensor, columns: Tensor, y: Tensor) -> Call:
 
 
 def _bound(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> Call:
-    """What puts x Wᵀ + b into y."""
+    """A call that writes x Wᵀ + b into y."""
     multiply = product(x, weight.detach().t(), y)
     if bias is None:
         return multiply
@@ -150,7 +150,7 @@ class ColumnParallelLinear(nn.Module):
         return lambda x: mm(x.to(dtype), columns)
 
     def bind_buffers(self, x: Tensor, y: Tensor) -> Call:
-        """What puts `forward` of what x holds into y, where all is f32. x: (1, inputs); y: (1, local outputs)."""
+        """A call that writes `forward(x)` into y, all f32. x: (1, inputs); y: (1, local outputs)."""
         return _bound(x, self.weight, self.bias, y)
 
 
@@ -203,7 +203,7 @@ class RowParallelLinear(nn.Module):
         return apply
 
     def bind_buffers(self, x: Tensor) -> Call:
-        """What puts `forward` of what x holds, shape (1, inputs), f32 but rounded, into the row of the reducer."""
+        """A call that writes `forward(x)` into the row of the reducer. x: (1, inputs), f32 values rounded to the dtype."""
         multiply, reduce_row = _bound(x, self.weight, self.bias, self.reducer.row), self.reducer.reduce_row
 
         def apply() -> None:
