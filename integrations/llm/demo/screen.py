@@ -41,6 +41,7 @@ class Screen:
         self._job, self._starting, self._summary = job, starting, summary
         self._rejoins = rejoins or (lambda rank: "it is started again")
         self._console = Console(highlight=False)
+        self._tables = Console(highlight=False, width=max(_TABLE_COLUMNS, self._console.width))
         self._aside = Console(highlight=False, stderr=True)  # what is neither text nor figures
         self._stages = ["missing"] * job.ranks
         self._status: Status | None = None
@@ -162,7 +163,7 @@ class Screen:
             return
         self._console.print(tables.headline(result), soft_wrap=True)
         for table in tables.of(result):
-            self._console.print(table, width=_TABLE_COLUMNS, crop=False)
+            self._tables.print(table)
         self._console.print(tables.hashes(result), soft_wrap=True)
         if result["statement"]:
             self._console.print(result["statement"], soft_wrap=True)
