@@ -79,7 +79,7 @@ def test_the_demo_refuses_a_device_before_a_rank_is_started(
     with pytest.raises(SystemExit) as ended:
         main()
     said = capsys.readouterr()
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert said.err.startswith("hostring: there is no device 'cuda:99' here")
     assert "rank" not in said.out + said.err
 
