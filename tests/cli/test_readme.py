@@ -75,7 +75,9 @@ def test_the_files_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_a_file_that_does_not_exist_is_noticed() -> None:
-    text = "`hostring/no_such.py`, `test_no_such.py`, `hostring/nowhere/`, `comm.py`\n\n    python benchmarks/none.py\n"
+    text = (
+        "`hostring/no_such.py`, `test_no_such.py`, `hostring/nowhere/`, `oracle.py`\n\n    python benchmarks/none.py\n"
+    )
     assert missing_files(text) == {"hostring/no_such.py", "test_no_such.py", "hostring/nowhere/", "benchmarks/none.py"}
 
 
