@@ -4,8 +4,8 @@ transformers picks gloo for CPUs unless torch.distributed is initialised already
 
     torchrun --nproc-per-node 2 examples/torch_transformers.py [MODEL]
 
-MODEL is a folder, or a name on the Hub, of a model whose heads divide by the number of ranks. Without it, the script makes a
-small Qwen3 with random weights. Prints
+MODEL is a folder, or a name on the Hub, of a model whose heads divide by the number of ranks. Without it, the script
+makes a small Qwen3 with random weights. Prints
 
     2 ranks: logits differ from one process by 3.6e-07, tokens are the same: True
     27 tokens/s

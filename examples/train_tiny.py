@@ -3,8 +3,8 @@
     bible -f -l 4000 gen1:1-rev22:21 > kjv.txt          # Debian: bible-kjv, bible-kjv-text
     hostring launch -n 2 examples/train_tiny.py --text kjv.txt --out tiny --minutes 25
 
-Every rank draws its own windows of the text. One all_reduce per step averages the gradients, the loss and the clock. All ranks
-get the same bits, so their weights stay equal although no rank sends its weights. The hashes at the end show it.
+Every rank draws its own windows of the text. One all_reduce per step averages the gradients, loss and clock. All
+ranks get the same bits, so their weights stay equal although no rank sends its weights. The hashes at the end show it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ _C10D = "torch.distributed.distributed_c10d"
 
 
 def arrange() -> None:
-    """Register now if torch is imported already, else at its import. torch's entry points do this for an installed package."""
+    """Register now, or when torch is imported. For an installed package, torch's entry points do this."""
     if _C10D in sys.modules:
         _register()
     elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):

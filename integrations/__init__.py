@@ -1,4 +1,4 @@
-"""What hostring is wired into. Uses the public API; nothing in the core imports from here."""
+"""Integrations with other software. They use the public API, and nothing in the core imports them."""
 
 if __name__ != "hostring.integrations":
     raise ImportError(

@@ -1,6 +1,6 @@
 """Makes "hostring" a backend name of torch.distributed: `dist.init_process_group("hostring")`.
 
-An entry point loads this file at every `import torch`, so it imports neither torch nor the rest of hostring until a group
+An entry point loads this file at every `import torch`. It imports neither torch nor the rest of hostring until a group
 is made. The process group itself is in `torch_pg`.
 """
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "privateuseone")
-"""Device types whose tensors can be copied to the host and back. torch maps a renamed privateuseone itself."""
+"""Device types whose tensors can be copied to the host and back. A renamed privateuseone works too."""
 
 
 @dataclass
 class Options:
-    """`pg_options` for `init_process_group` and `new_group`: what to choose for this group instead of for all.
+    """`pg_options` for `init_process_group` and `new_group`: the choices for this group.
 
     Attributes:
         topology, order, wire, transport: as in `hostring.init`; None leaves it to the environment.
@@ -35,7 +35,7 @@ def register() -> None:
         return
     defaults = dict(c10d.Backend.default_device_backend_map)
     c10d.Backend.register_backend("hostring", _create, extended_api=True, devices=list(DEVICES))
-    # registering claims devices that have no default yet; a vendor's own backend, loaded later, must find them unclaimed
+    # registering claims devices that have no default yet, and a vendor's own backend, loaded later, must find them free
     c10d.Backend.default_device_backend_map.clear()
     c10d.Backend.default_device_backend_map.update(defaults)
     c10d.register_rendezvous_handler("hostring", _meet)

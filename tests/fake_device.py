@@ -1,7 +1,7 @@
 """A device named "fake" for torch, in Python. Only copies reach its memory, and its kernels are queued on streams.
 
-It stands in for an accelerator: a queued kernel runs only when its stream is waited for, operators refuse host tensors beside
-its own, and `.numpy()` does not work. Most operators borrow the host's kernels.
+It stands in for an accelerator: a queued kernel runs only when its stream is waited for, operators refuse host tensors
+beside its own, and `.numpy()` does not work. Most operators borrow the host's kernels.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _to_device(values: torch.Tensor) -> torch.Tensor:
 
 
 def _borrowed(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any other operator: the host's kernel on the memory behind the tensors. In-place results and views keep that memory."""
+    """Any other operator: the host's kernel on the tensors' memory. In-place results and views keep that memory."""
     _refuse_mixed(op, args)
     module.current_stream().run()
     behind: dict[

@@ -79,8 +79,8 @@ def _one(fn: Callable[..., Any], group: Group, args: tuple[Any, ...], kwargs: di
 class Pool:
     """Workers. They start when first needed, and again when a test has left them in an unknown state.
 
-    One time in ten, torch 2.13's gloo ends its process when a group is destroyed ("Resource deadlock avoided": a thread joins
-    itself), also after it has answered. So a death under gloo, or right after it, does not fail a test.
+    One time in ten, torch 2.13's gloo ends its process when a group is destroyed ("Resource deadlock avoided": a thread
+    joins itself), also after it has answered. So a death under gloo, or right after it, does not fail a test.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The contract between hostring and an array library: how an array becomes flat host memory, and comes back."""
+"""The contract between hostring and an array library: how arrays are copied to flat host memory and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Adapter:
         raise NotImplementedError
 
     def view(self, x: Any) -> Array | None:
-        """The memory of `x` as a flat, contiguous, writable `np.ndarray` in its own dtype, or None where it has none."""
+        """The memory of `x` as a flat, contiguous, writable `np.ndarray` in its own dtype, or None."""
         return None
 
     def dtype(self, x: Any) -> DType:
@@ -59,4 +59,4 @@ class Adapter:
         return None
 
     def reuse(self, x: Any, room: Array) -> None:
-        """Called before `x` is staged in `room`, which later calls use again: prepare that memory, if this pays."""
+        """Prepare `room`, in which this call and later ones stage arrays; by page-locking it, for example."""

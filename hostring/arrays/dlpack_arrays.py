@@ -40,7 +40,7 @@ class DLPackAdapter(Adapter):
         return library.asarray(new)
 
     def _on_host(self, x: Any) -> Array:
-        """The values of `x`, in its own dtype or, where its library keeps that to itself, in float32."""
+        """The values of `x`, in its own dtype, or in float32 where its library doesn't export that dtype."""
         library = _namespace(x)
         reason: Exception | None = None
         readers: list[Callable[[Any], Array]] = [np.from_dlpack, np.asarray]
@@ -75,7 +75,7 @@ def _namespace(x: Any) -> Any:
 
 
 def refuse_traced(x: Any) -> None:
-    """Raise `TypeError` for what stands for an array while JAX traces a function: it has no values to send."""
+    """Raise `TypeError` for a JAX tracer, which stands for an array while JAX traces a function and has no values."""
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(x, jax.core.Tracer):
         raise TypeError(

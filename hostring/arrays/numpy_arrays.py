@@ -50,7 +50,7 @@ class NumpyAdapter(Adapter):
 
 
 def refuse_masked(x: Any) -> None:
-    """Raise `TypeError` for a masked array: a collective has no rule for elements that are there on some ranks only."""
+    """Raise `TypeError` for a masked array: collectives have no rule for elements that only some ranks have."""
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(x, masked.MaskedArray):
         raise TypeError(

@@ -17,7 +17,7 @@ def pin(array: Array, runtime: Any) -> bool:
 
     Args:
         array: in memory that is used again and again.
-        runtime: `torch.cuda.cudart()` or the like. It has `cudaHostRegister(address, nbytes, flags)`, which returns 0 for
+        runtime: such as `torch.cuda.cudart()`. It has `cudaHostRegister(address, nbytes, flags)`, which returns 0 for
             success, and `cudaHostUnregister(address)`.
 
     Returns:

@@ -17,7 +17,7 @@ UNSET = timedelta(0)  # how torch says "no timeout" to a wait
 
 
 def seconds(timeout: timedelta | None) -> float | None:
-    """Torch's timeout as hostring's. What was left unset arrives as None, 0 or -1 ms: the group's own then."""
+    """A timeout of torch's in seconds. None, the group's own, where torch leaves it unset: None, 0 or -1 ms."""
     if timeout is None or timeout <= UNSET:
         return None
     return timeout.total_seconds()
@@ -27,21 +27,18 @@ _Work: Any = c10d.Work
 
 
 class CommWork(_Work):  # type: ignore[misc]
-    """A call that was made.
+    """The handle of a call.
 
     Attributes:
         outputs: the tensors it writes, the value of its future.
         work: hostring's handle of it; None when it is done.
     """
 
-    __slots__ = (
-        "_future",
-        "outputs",
-        "work",
-    )  # and no __init__: each would cost a blocking call more than a microsecond
+    # a dict or an __init__ would each cost a call more than a microsecond
+    __slots__ = ("_future", "outputs", "work")
 
     def wait(self, timeout: timedelta = UNSET) -> bool:
-        """Wait for the end; raise what the call raised, with its type kept."""
+        """Wait for the end, and raise what the call raised."""
         if self.work is not None:
             self.work.wait(seconds(timeout))
         return True
@@ -62,7 +59,7 @@ class CommWork(_Work):  # type: ignore[misc]
         return self.outputs
 
     def source_rank(self) -> int:
-        """The rank that a receive was served by."""
+        """The rank that sent what a receive got."""
         return getattr(self.work, "src", None) or 0
 
     _source_rank = source_rank
@@ -75,7 +72,7 @@ class CommWork(_Work):  # type: ignore[misc]
         return future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
-        """A future of how it ended, as a `WorkResult`, which never raises."""
+        """A future of the outcome as a `WorkResult`. It never raises."""
         results: Any = c10d.WorkResult  # type: ignore[attr-defined,unused-ignore]
         future: torch.futures.Future[Any] = self._then(
             lambda: int(results.SUCCESS if self.exception() is None else results.COMM_ERROR)
@@ -100,7 +97,7 @@ class CommWork(_Work):  # type: ignore[misc]
 
 
 def handle(outputs: Any, work: hostring.Work | AllOf | None = None) -> CommWork:
-    """A `CommWork`; without `work`, one that is done."""
+    """A `CommWork`. Without `work` it is done."""
     made = CommWork()
     made.outputs, made.work = outputs, work
     return made
@@ -139,6 +136,6 @@ class AllOf:
 
 
 def _devices(outputs: Any) -> Any:
-    """The devices whose streams a future must keep in order when its callbacks queue kernels."""
+    """The devices for whose streams a future must keep the order of kernels that its callbacks queue."""
     flat = [t for x in outputs or [] for t in (x if isinstance(x, (list, tuple)) else [x])]
     return sorted({t.device for t in flat if t.device.type in ("cuda", "xpu")}, key=str) or None

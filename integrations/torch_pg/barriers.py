@@ -31,7 +31,7 @@ class Barriers:
         return self._calls.run(BARRIER, lambda: self._comm.barrier(timeout=seconds), [], opts, ())
 
     def monitored_barrier(self, timeout: Timeout, wait_all_ranks: bool) -> None:
-        """A barrier through the store, which works however stuck the group is. Rank 0 names who did not come.
+        """A barrier through the store, which works even if the group is stuck. Rank 0 names the missing ranks.
 
         Raises:
             OperationTimeout: on rank 0 with the first missing rank, or all of them with `wait_all_ranks`; on the others

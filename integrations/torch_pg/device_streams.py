@@ -12,7 +12,7 @@ _side = threading.local()
 
 
 def in_order(job: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Callable[[], Any]:
-    """`job` for another thread. Its copies wait for what this thread's stream holds now, not for what is queued later."""
+    """`job` for another thread. Its copies wait for what this thread's stream holds now, not for later kernels."""
     device = next((t.device for t in tensors if t.device.type != "cpu"), None)
     if device is None:
         return job

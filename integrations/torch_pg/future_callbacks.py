@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class _Callbacks:
-    """Runs users' callbacks on threads that don't communicate, so that a callback may call a collective and wait for it.
+    """Runs users' callbacks on threads that don't communicate, so a callback may call a collective and wait for it.
 
     Callbacks start in the order in which the operations ended. An idle thread takes the next one; when none is
     idle, a new thread starts. So a callback may wait for another.

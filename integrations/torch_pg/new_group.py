@@ -28,7 +28,7 @@ def create(where: Any, options: Any) -> Any:
 
 
 def connect(store: Any, rank: int, world_size: int, timeout: timedelta, options: Any = None) -> ProcessGroup:
-    """Meet the other ranks of a group in `store`, and make links. Collective over the group's ranks."""
+    """Meet the other ranks of a group in `store`, and make links. Every rank of the group calls it."""
     comm = hostring.init(
         rank,
         world_size,

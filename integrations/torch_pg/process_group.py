@@ -1,4 +1,4 @@
-"""The process group that torch sees: all of the methods that c10d calls, each of which calls one part."""
+"""The process group that torch sees. It has all methods that c10d calls, and each calls one part."""
 
 from __future__ import annotations
 

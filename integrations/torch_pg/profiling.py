@@ -34,7 +34,7 @@ def caller(name: Name) -> Any:
 
 
 def carried_out(name: Name, job: Callable[[], Any], *, queued: bool) -> Callable[[], Any]:
-    """`job` with a row on the thread that carries it out. Only profiles of all threads show other threads than the caller's."""
+    """`job` with a row on the thread that carries it out, which only profiles of all threads show."""
     row = f"hostring:{name.call} carried out" if queued else f"hostring:{name.call}"
 
     def recorded() -> Any:

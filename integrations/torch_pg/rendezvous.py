@@ -1,4 +1,4 @@
-"""`init_method="hostring://"`: torch meets wherever hostring does, under mpirun and srun too."""
+"""`init_method="hostring://"`: torch uses the rendezvous of `hostring.init`, also under mpirun and srun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import hostring
 
 
 def meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """A rendezvous handler of torch's: store, rank and world size from whatever launcher started this process.
+    """torch's rendezvous handler: store, rank and world size, from the launcher that started this process.
 
     Raises:
         ValueError: the ranks are on several hosts, and MASTER_ADDR doesn't say where rank 0 is.
@@ -25,7 +25,7 @@ def meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
             comm.broadcast_bytes(str(store.port).encode())
         else:
             store = c10d.TCPStore(host, int(comm.broadcast_bytes()), comm.world_size, False)
-        comm.barrier()  # nobody leaves before all have what they need
+        comm.barrier()  # no rank leaves before all have the port
         rank, world_size = comm.rank, comm.world_size
     yield store, rank, world_size
 

@@ -1,4 +1,4 @@
-"""Sparse tensors, as gloo reduces them: every rank's entries are gathered, then added up on each."""
+"""Sparse tensors, reduced as gloo does it: each rank gathers the entries of all ranks, and adds them up."""
 
 from __future__ import annotations
 

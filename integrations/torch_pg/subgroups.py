@@ -1,4 +1,4 @@
-"""`split_group`: a group of some of the ranks, without a call of the others."""
+"""`split_group`: a group of some of the ranks. The others need not call it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hostring.integrations.torch_pg.calls import Calls, Timeout
 
 
 class Subgroups:
-    """Makes them.
+    """Makes groups of some of the ranks of a group.
 
     Args:
         connect: as in `new_group`.

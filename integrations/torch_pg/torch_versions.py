@@ -1,6 +1,6 @@
 """The one place where torch's versions differ.
 
-Up to 2.13, a Python group must be the whole process group, and C++ can't reach all of its methods. From 2.14 on, a Python
+Up to 2.13, a Python group must be the whole process group, and C++ can't reach all its methods. From 2.14 on, a Python
 object can also be the backend of one device in torch's own process group; ours registers one that forwards to it.
 """
 
@@ -92,7 +92,7 @@ def check_map() -> None:
 
 
 def _other_backends() -> dict[str, str]:
-    """The other backends of the torch group that is being made, by device. Before 2.14 hostring may replace that of the CPU."""
+    """The other backends of the torch group under way, by device. Before 2.14 hostring may replace the CPU's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
         frame = frame.f_back

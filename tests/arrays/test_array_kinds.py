@@ -1,4 +1,4 @@
-"""Every kind of numpy array in every layout, through every sort of collective, and the kinds that are refused by name."""
+"""Every kind of numpy array in every layout through every sort of collective, and kinds that are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of libraries that hostring knows only through DLPack. For JAX and MLX themselves see `test_real_libraries.py`."""
+"""Arrays that hostring knows only through DLPack. `test_real_libraries.py` has JAX and MLX themselves."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def allowed() -> list[tuple[np.dtype, str]]:
 
 
 def test_the_table_of_dtypes_and_operators():
-    """What can be reduced is as documented: bits for integers and bool, order for all but complex, avg for floats and complex."""
+    """As documented: bits for integers and bool, order for all but complex, avg for floats and complex."""
     names = {"i": "integers", "u": "integers", "b": "bool", "c": "complex"}
     table: dict[str, set[str]] = {}
     for dtype, op in allowed():

@@ -18,7 +18,7 @@ from hostring.bench import truth
 
 
 def both_ways(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the rank that brings `x` folds, what the others fold, and what travels; numpy may not complain about any number."""
+    """What the rank that brings `x` folds, what the others fold, and what travels. numpy must accept every number."""
     mine, theirs = x.copy(), np.full_like(x, 7.0)
     payload = np.zeros(nbytes_of(x.size, MXINT8), np.uint8)
     with np.errstate(all="raise"):

@@ -115,7 +115,7 @@ def test_the_other_reductions_and_operators(run_ranks, topology, order, world_si
 
 @pytest.mark.parametrize("counts", [(64, 32, 0), (32, 64, 5), (96, 5, 0), (31, 33, 32), (0, 0, 70)], ids=str)
 def test_parts_of_any_length(run_ranks, counts):
-    """Blocks are counted from the first element of the array, so that a reduce_scatter has the bits of an all_reduce."""
+    """Blocks are counted from the array's first element, so that a reduce_scatter has the bits of an all_reduce."""
     rows = rank_distinct(3, sum(counts))
     total, ends = fold("rank", [rounded(row) for row in rows]), np.cumsum([0, *counts])
     whole = all(start % 32 == 0 for start, count in zip(ends, counts, strict=False) if count)

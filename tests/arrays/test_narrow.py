@@ -1,4 +1,4 @@
-"""Sums of two 16-bit contributions, which are folded as they are: the same bits as folding in float32 and rounding once."""
+"""Sums of two 16-bit contributions, folded as they are: the bits of folding in float32 and rounding once."""
 
 from __future__ import annotations
 
@@ -92,8 +92,9 @@ def test_all_reduce_in_one_piece_and_in_segments(run_ranks, dtype, n_elements, t
 def test_a_peer_that_brings_another_dtype_is_folded_in_float32(run_ranks, n_elements):
     """Each call may be another pair of dtypes: what was expected from the last one must not show."""
     plans = [
-        ("bfloat16", "bfloat16"), ("bfloat16", "float16"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"),
-        ("float16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float32"), ("bfloat16", "bfloat16"),
+        ("bfloat16", "bfloat16"), ("bfloat16", "float16"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"),
+        ("float16", "float16"), ("float16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float32"),
+        ("bfloat16", "bfloat16"),
     ]  # fmt: skip
     values = [every_pair_of("bfloat16", n_elements, rank).astype(np.float32) for rank in range(2)]
     values = [np.where(np.isfinite(v) & (abs(v) < 1e4), v, np.float32(rank + 1.5)) for rank, v in enumerate(values)]

@@ -1,4 +1,4 @@
-"""Arrays whose elements share memory: they are reduced right where they can hold the result, and refused where they can't."""
+"""Arrays whose elements share memory are reduced right if they can hold the result, and refused if not."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_elements_that_share_memory_are_reduced_right(run_ranks, library, how, o
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_a_sum_that_some_rank_can_not_hold_is_refused_on_all(run_ranks, library):
-    """Rank 0's elements share memory, those of the others don't: their sums differ, and rank 0 has one place for them."""
+    """Only rank 0's elements share memory: their sums differ, and rank 0 has one place for them."""
 
     def body(comm: Any) -> Any:
         x = rank_distinct(3, 12)[comm.rank].reshape(3, 4)

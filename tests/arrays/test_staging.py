@@ -134,7 +134,7 @@ def test_results_are_of_the_kind_of_the_argument(run_ranks):
     "dtype", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 )
 def test_torch_and_numpy_round_alike(run_ranks, dtype):
-    """To nearest, ties to even, within the range of the dtype; beyond it, each library does what it does (see the contract)."""
+    """To nearest, ties to even, within the range of the dtype. Beyond it libraries differ (see the contract)."""
     own = BY_NAME[dtype]
     largest = float(ml_dtypes.finfo(own).max)
     rng = np.random.default_rng(5)
@@ -177,7 +177,7 @@ def test_torch_tensors_that_can_not_travel_are_refused_up_front(run_ranks, make,
 
 
 class Device:
-    """The memory of a device that stands in for a GPU: the host sees it only through copies, and its dtype is its own."""
+    """Memory of a device that stands in for a GPU. The host reaches it only by copies, and its dtype is its own."""
 
     class dtype:  # "q12": fixed point with 12 binary places, which only the device knows
         pass

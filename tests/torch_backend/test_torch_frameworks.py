@@ -189,8 +189,8 @@ def test_transformers_tensor_parallel_qwen3(world_size, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        max_position_embeddings=64, tie_word_embeddings=False,
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=False,
     )  # fmt: skip
     whole = transformers.Qwen3ForCausalLM(config).eval()
     whole.save_pretrained(tmp_path)

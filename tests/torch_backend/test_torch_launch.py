@@ -87,9 +87,8 @@ def test_a_script_needs_no_import(tmp_path):
 
 
 def test_importing_torch_loads_nothing_of_the_core(tmp_path):
-    done = run(
-        [sys.executable, "-c", "import sys, torch; print(sorted(m for m in sys.modules if m.startswith('hostring')))"], tmp_path
-    )  # fmt: skip
+    program = "import sys, torch; print(sorted(m for m in sys.modules if m.startswith('hostring')))"
+    done = run([sys.executable, "-c", program], tmp_path)
     assert (
         done.stdout.strip()
         == "['hostring', 'hostring.integrations', 'hostring.integrations.torch_backend', 'hostring.torch_hook']"

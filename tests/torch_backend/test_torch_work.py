@@ -107,7 +107,7 @@ def test_a_failed_call_fails_its_future_and_every_later_call():
 
 
 def _order(group):
-    """Queued calls and blocking ones, on several groups, in an order that only works when each group is first in, first out."""
+    """Queued and blocking calls on several groups, in an order that only works if each group is first in, first out."""
     other = dist.new_group([0, 1])
     a = [torch.full((1,), float(k)) for k in range(10)]
     if group.rank == 0:
