@@ -31,7 +31,7 @@ class NumpyAdapter(Adapter):
         return isinstance(x, np.ndarray) and x.flags.writeable
 
     def overlap(self, x: Array) -> int:
-        return overlap(x.shape, x.strides, x.itemsize)
+        return 0 if x.flags.c_contiguous else overlap(x.shape, x.strides, x.itemsize)
 
     def empty(self, x: Array, shape: tuple[int, ...]) -> Array:
         return np.empty(shape, self.dtype(x))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from oracle import bits, fold_in_order, host, rank_distinct
+
+from hostring.arrays.overlaps import overlap
 
 torch = pytest.importorskip("torch")
 
@@ -143,3 +148,16 @@ def test_values_that_one_place_can_not_hold_end_the_group(run_ranks, library, co
         return True
 
     assert run_ranks(3, body) == [True] * 3
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, -1, -2])), max_size=3),
+    st.sampled_from([1, 2]),
+)
+def test_elements_share_memory_where_two_places_are_nearer_than_an_element(dims, itemsize):
+    shape, strides = [n for n, _ in dims], [stride for _, stride in dims]
+    places = sorted(
+        sum(k * s for k, s in zip(at, strides, strict=True)) for at in itertools.product(*map(range, shape))
+    )
+    shared = any(b - a < itemsize for a, b in itertools.pairwise(places))
+    assert bool(overlap(shape, strides, itemsize)) == shared
