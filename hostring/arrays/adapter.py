@@ -51,7 +51,11 @@ class Adapter:
         return True
 
     def overlap(self, x: Any) -> int:
-        """A checksum of which elements of `x` share memory, as in an expanded tensor, or 0. See `overlaps`."""
+        """A checksum of which elements of `x` share memory, as in an expanded tensor. See `overlaps`.
+
+        Returns:
+            0 where no two elements do, or where `x` isn't writable, so that results are new arrays.
+        """
         return 0
 
     def empty(self, x: Any, shape: tuple[int, ...]) -> Any:

@@ -31,7 +31,9 @@ class NumpyAdapter(Adapter):
         return isinstance(x, np.ndarray) and x.flags.writeable
 
     def overlap(self, x: Array) -> int:
-        return 0 if x.flags.c_contiguous else overlap(x.shape, x.strides, x.itemsize)
+        if x.flags.c_contiguous or not self.writable(x):
+            return 0
+        return overlap(x.shape, x.strides, x.itemsize)
 
     def empty(self, x: Array, shape: tuple[int, ...]) -> Array:
         return np.empty(shape, self.dtype(x))

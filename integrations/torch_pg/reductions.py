@@ -55,6 +55,8 @@ class Reductions:
         check_plain("all_reduce", tensors, sparse=True)
         op, seconds = OPS[hash(opts.reduceOp)], self._calls.seconds(opts.timeout)
         scale = factor(opts.reduceOp) if op == PREMUL else None
+        if scale is not None:
+            check_writable("all_reduce", tensors)
 
         def job() -> None:
             together: dict[Any, list[Tensor]] = {}
@@ -76,6 +78,8 @@ class Reductions:
         check_plain("reduce", tensors)
         name, root, seconds = OPS[hash(opts.reduceOp)], opts.rootRank, self._calls.seconds(opts.timeout)
         scale = factor(opts.reduceOp) if name == PREMUL else None
+        if scale is not None:
+            check_writable("reduce", tensors)
 
         def job() -> None:
             for tensor in tensors:

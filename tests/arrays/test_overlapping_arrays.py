@@ -129,6 +129,25 @@ def test_elements_that_share_memory_take_nothing_from_others(run_ranks, library,
     assert run_ranks(2, body) == [[2.0, 2.0]] * 2
 
 
+def test_a_read_only_broadcast_view_is_an_immutable_array(run_ranks):
+    """Its results are new arrays, so nothing is refused, and the other ranks may bring any layout."""
+
+    def body(comm: Any) -> Any:
+        rows = rank_distinct(2, 12)
+        views = [np.broadcast_to(rows[0][:4], (3, 4)), rows[1].reshape(3, 4)]
+        expected = views[0] + views[1]
+        x = views[comm.rank]
+        before = bits(x)
+        total = comm.all_reduce(x)
+        assert bits(total) == bits(expected)
+        sent = rank_distinct(2, 12, seed=1)[1]
+        got = comm.recv(x, 1) if comm.rank == 0 else comm.send(sent, 0)
+        assert comm.rank == 1 or (bits(got), bits(x)) == (bits(sent), before)
+        return True
+
+    assert run_ranks(2, body) == [True, True]
+
+
 @pytest.mark.parametrize("collective", ["reduce", "broadcast"])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_values_that_one_place_can_not_hold_end_the_group(run_ranks, library, collective):

@@ -73,6 +73,14 @@ def _refused(group, kind):
             accepted[name] = repr(exc)
         else:
             accepted[name] = "no error"
+    if kind == "expanded":
+        scaled = dist._make_nccl_premul_sum(2.0)
+        for call in (
+            lambda: dist.all_reduce(KINDS[kind](), op=scaled),
+            lambda: dist.reduce(KINDS[kind](), 0, op=scaled),
+        ):
+            with pytest.raises(ValueError, match="share memory"):
+                call()
     x = torch.ones(2)
     dist.all_reduce(x)
     return accepted, x.tolist()
