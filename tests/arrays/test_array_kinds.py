@@ -73,48 +73,46 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
+def in_place(x: Any, result: Any) -> bool:
+    return result is x if x.flags.writeable else result is not x
+
+
+def check_collectives(comm: Any, dtype: Any, made: Any) -> None:
+    """Every sort of collective over `made(rank)`, which makes that rank's array anew."""
+    rows = [np.asarray(made(r)).astype(dtype) for r in range(3)]
+    x = made(comm.rank)
+    total = comm.all_reduce(x)
+    assert in_place(x, total)
+    with np.errstate(all="ignore"):
+        expected = fold_in_order("rank", [row.astype(np.float32).reshape(-1) for row in rows]).astype(dtype)
+    assert np.asarray(total).astype(dtype).tobytes() == expected.tobytes(), "all_reduce"
+    x = made(comm.rank)
+    got = comm.broadcast(x, 1)
+    assert comm.rank == 1 or in_place(x, got)
+    assert bits(np.asarray(got).astype(dtype)) == bits(rows[1]), "broadcast"
+    assert bits(comm.all_gather(made(comm.rank))) == bits(np.stack(rows)), "all_gather"
+    out = np.zeros((3, *rows[0].shape), dtype).view(Tagged)
+    assert comm.all_gather(made(comm.rank), out=out) is out
+    assert bits(np.asarray(out)) == bits(np.stack(rows))
+    if comm.rank == 0:
+        comm.send(made(0), 2, timeout=5.0)
+    if comm.rank == 2:
+        x = made(2)
+        got = comm.recv(x, 0, timeout=5.0)
+        assert in_place(x, got)
+        assert bits(np.asarray(got).astype(dtype)) == bits(rows[0]), "recv"
+
+
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_numpy_arrays(run_ranks, tmp_path, kind, layout):
-    def made(comm: Any, dtype: Any, rank: int | None = None) -> Any:
-        rank = comm.rank if rank is None else rank
-        values = rank_distinct(3, 24, dtype)[rank].reshape(SHAPE)
-        return LAYOUTS[layout](KINDS[kind](values, tmp_path))
-
-    def plain(dtype: Any, rank: int) -> np.ndarray:
-        return np.asarray(
-            LAYOUTS[layout](KINDS[kind](rank_distinct(3, 24, dtype)[rank].reshape(SHAPE), tmp_path))
-        ).astype(dtype)
-
-    def in_place(x: Any, result: Any) -> bool:
-        return result is x if x.flags.writeable else result is not x
-
-    def body(comm: Any) -> Any:
+    def body(comm: Any) -> bool:
         for dtype in (np.float32, np.float16):
-            rows = [plain(dtype, r) for r in range(3)]
-            x = made(comm, dtype)
-            total = comm.all_reduce(x)
-            assert in_place(x, total)
-            wide = [row.astype(np.float32).reshape(-1) for row in rows]
-            with np.errstate(all="ignore"):
-                expected = fold_in_order("rank", wide).astype(dtype)
-            assert np.asarray(total).astype(dtype).tobytes() == expected.tobytes(), "all_reduce"
-            x = made(comm, dtype)
-            got = comm.broadcast(x, 1)
-            assert comm.rank == 1 or in_place(x, got)
-            assert bits(np.asarray(got).astype(dtype)) == bits(rows[1]), "broadcast"
-            assert bits(comm.all_gather(made(comm, dtype))) == bits(np.stack(rows)), "all_gather"
-            out = np.zeros((3, *rows[0].shape), dtype).view(Tagged)
-            assert comm.all_gather(made(comm, dtype), out=out) is out
-            assert bits(np.asarray(out)) == bits(np.stack(rows))
-            if comm.rank == 0:
-                comm.send(made(comm, dtype), 2, timeout=5.0)
-            if comm.rank == 2:
-                x = made(comm, dtype)
-                got = comm.recv(x, 0, timeout=5.0)
-                assert in_place(x, got)
-                assert bits(np.asarray(got).astype(dtype)) == bits(rows[0]), "recv"
+            values = rank_distinct(3, 24, dtype)
+            check_collectives(
+                comm, dtype, lambda r, values=values: LAYOUTS[layout](KINDS[kind](values[r].reshape(SHAPE), tmp_path))
+            )
         return True
 
     assert run_ranks(3, body) == [True] * 3

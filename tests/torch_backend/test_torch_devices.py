@@ -28,6 +28,12 @@ def _everything(group, device):
         import fake_device
 
         fake_device.install()
+    _lists_and_reductions(group, device)
+    _rooted_and_messages(group, device)
+    return True
+
+
+def _lists_and_reductions(group, device):
     rank, n = group.rank, group.world_size
     x = on(device, [rank + 1.0, 2.0 * rank])
     dist.all_reduce(x)
@@ -53,6 +59,10 @@ def _everything(group, device):
     exchanged = torch.empty(n, device=device)
     dist.all_to_all_single(exchanged, on(device, [10.0 * rank + k for k in range(n)]))
     assert exchanged.tolist() == [10.0 * k + rank for k in range(n)]
+
+
+def _rooted_and_messages(group, device):
+    rank, n = group.rank, group.world_size
     gathered = [torch.empty(1, device=device) for _ in range(n)] if rank == 0 else None
     dist.gather(on(device, [float(rank)]), gathered, dst=0)
     assert gathered is None or [g.item() for g in gathered] == list(range(n))
@@ -69,7 +79,6 @@ def _everything(group, device):
     dist.all_gather_object(objects, rank)
     assert objects == list(range(n))
     dist.barrier()
-    return True
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

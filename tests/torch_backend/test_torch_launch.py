@@ -193,36 +193,26 @@ def test_a_killed_worker_is_restarted_and_the_group_works_again(tmp_path):
 # ---------------------------------------------------------------------- two nodes
 
 
+def _start_node(node, name, path):
+    """torchrun's two workers of one of two nodes, in the network namespace `name`."""
+    nodes = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2"]
+    command = torchrun(*nodes, "--master-addr", "10.97.0.1", "--master-port", "29571", path)
+    return subprocess.Popen(
+        ["ip", "netns", "exec", name, *command],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def test_two_nodes(hosts: Hosts, tmp_path):
     """torchrun on two hosts, each of two workers; links go over the interface that leads to the other host."""
     addresses = "sorted({host for m in dist.group.WORLD.comm.session.group.peer_infos for host, _ in m.addresses})"
     body = ONE_STEP.replace("dist.destroy_process_group()", f'print("addresses " + str({addresses}), flush=True)')
     path = script(tmp_path, body)
-    running = []
-    for node, name in enumerate(hosts.names.values()):
-        options = [
-            "--nnodes",
-            "2",
-            "--node-rank",
-            str(node),
-            "--nproc-per-node",
-            "2",
-            "--master-addr",
-            "10.97.0.1",
-            "--master-port",
-            "29571",
-        ]
-        command = ["ip", "netns", "exec", name, *torchrun(*options, path)]
-        running.append(
-            subprocess.Popen(
-                command,
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-        )
+    running = [_start_node(node, name, path) for node, name in enumerate(hosts.names.values())]
     output = ""
     try:
         for process in running:

@@ -27,13 +27,6 @@ def _messages(group):
     for work in works:
         work.wait()
     assert (first.item(), second.item()) == (10 + left, 20 + left)
-    polled = torch.zeros(2)
-    work = dist.irecv(polled, left, tag=3)
-    dist.isend(torch.full((2,), float(rank)), right, tag=3)
-    give_up = time.monotonic() + 20
-    while not work.is_completed() and time.monotonic() < give_up:
-        time.sleep(0.001)
-    assert polled.tolist() == [left, left]
     dist.barrier()
     if rank == 0:
         sources = []
@@ -43,6 +36,24 @@ def _messages(group):
         assert sorted(sources) == [(r, 7.0 * r) for r in range(1, n)]
     else:
         dist.send(torch.full((1,), 7.0 * rank), 0, tag=9)
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_messages(world_size):
+    assert all(pool.run(world_size, _messages))
+
+
+def _batches_and_layouts(group):
+    rank, n = group.rank, group.world_size
+    right, left = (rank + 1) % n, (rank - 1) % n
+    polled = torch.zeros(2)
+    work = dist.irecv(polled, left, tag=3)
+    dist.isend(torch.full((2,), float(rank)), right, tag=3)
+    give_up = time.monotonic() + 20
+    while not work.is_completed() and time.monotonic() < give_up:
+        time.sleep(0.001)
+    assert polled.tolist() == [left, left]
     out, inc = torch.full((4,), float(rank)), torch.zeros(4)
     for request in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, right), dist.P2POp(dist.irecv, inc, left)]):
         request.wait()
@@ -56,8 +67,8 @@ def _messages(group):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_messages(world_size):
-    assert all(pool.run(world_size, _messages))
+def test_batches_and_layouts_of_messages(world_size):
+    assert all(pool.run(world_size, _batches_and_layouts))
 
 
 def _unattended(group):
