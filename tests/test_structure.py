@@ -1,9 +1,10 @@
-"""Who may import whom, read from the sources: imports run downwards only, no circles, and the wheel holds every package."""
+"""What holds for all sources: imports run downwards only and without circles, and files and functions have limits."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -47,6 +48,16 @@ MODEL_LAYERS = (
 """The same inside `integrations/llm`."""
 
 MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 40  # its docstring apart
+
+LONG_FUNCTIONS = {
+    "commands.model.demo": "typer reads the options of a command from the parameters of its function",
+    "commands.model.generate": "as above",
+    "commands.tune.tune": "as above",
+    "engine.engine.Engine.run": "the hot path: a call in between would cost more than its arithmetic",
+    "engine.engine.Engine.run_direct": "as above",
+}
+"""Functions that may be longer, and why."""
 
 
 def sources() -> dict[str, Path]:
@@ -206,6 +217,47 @@ def test_integrations_use_the_public_api():
 def test_integrations_are_named_only_where_people_ask_for_them():
     named = {m.split(".")[0] for m in SOURCES if any(re.match(r"hostring\.integrations\b", text) for text in texts(m))}
     assert named - {"integrations"} <= {"commands", "torch_hook"}
+
+
+def functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """All functions below `node`, by their full names."""
+    for child in ast.iter_child_nodes(node):
+        name = f"{prefix}.{child.name}" if hasattr(child, "name") else prefix
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield name, child
+        yield from functions(child, name)
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """From `def` to the last line, without the docstring."""
+    first = function.body[0]
+    docstring = first.end_lineno - first.lineno + 1 if ast.get_docstring(function) else 0
+    return function.end_lineno - function.lineno + 1 - docstring
+
+
+def too_long(sources: dict[str, ast.Module]) -> set[str]:
+    return {
+        name
+        for module, parsed in sources.items()
+        for name, function in functions(parsed, module)
+        if lines_of(function) > MAX_FUNCTION_LINES
+    }
+
+
+def test_no_file_of_sources_is_too_long() -> None:
+    lengths = {str(f.relative_to(ROOT)): len(f.read_text(encoding="utf-8").splitlines()) for f in SOURCES.values()}
+    assert {file: n for file, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_no_function_is_too_long() -> None:
+    assert too_long({module: tree(module) for module in SOURCES}) == set(LONG_FUNCTIONS)
+
+
+def test_a_function_that_is_too_long_is_noticed() -> None:
+    docstring = '        """One.\n\n        Two.\n        """\n'
+    for n_lines, noticed in ((MAX_FUNCTION_LINES - 1, set()), (MAX_FUNCTION_LINES, {"m.A.f"})):  # and the line of `def`
+        source = f"class A:\n    def f(self):\n{docstring}" + "        pass\n" * n_lines
+        assert too_long({"m": ast.parse(source)}) == noticed
 
 
 def test_nobody_imports_the_top_folders_by_their_bare_names():

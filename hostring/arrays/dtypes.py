@@ -71,6 +71,9 @@ def wire_dtype(dtype: DType) -> DType:
     return FLOAT32 if name_of(dtype) in _FLOATS and dtype.itemsize <= 4 else dtype
 
 
+WIRE_DTYPES: Final = {dtype: wire_dtype(dtype) for dtype in DTYPES}
+
+
 def carrier(dtype: DType) -> DType:
     """A dtype of the same width whose arrays are buffers: numpy can't lend ml_dtypes' arrays to a socket."""
     found = CARRIERS.get(dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,7 +94,7 @@ def topology(
     from rich.console import Console
 
     from hostring.bench.sizes import parse_sizes
-    from hostring.cost.network import ethernet, from_links, read_links
+    from hostring.cost.network import ethernet, from_links, in_words, read_links
 
     low, high = parse_ranks(ranks)
     found = read_links(links) if links else None
@@ -104,7 +103,8 @@ def topology(
     if not console.is_terminal:
         console.width = 120  # for a file, where nothing is cut
     known = from_links(found, high) if found is not None else ethernet(high)
-    console.print(assumed(known, links), soft_wrap=True)
+    source = f"the links in {links}" if links else "links that are assumed (describe yours by --links FILE)"
+    console.print(f"all prices are predicted, for {source}: {in_words(known)}", soft_wrap=True)
     points = []
     for size in nbytes:
         with console.status(f"pricing {size} bytes"):
@@ -118,26 +118,6 @@ def topology(
             console.print(text, soft_wrap=True)
     if json:
         _write(json, points)
-
-
-def assumed(network: Network, path: str) -> str:
-    """In words: that all prices are predicted, and for which links. `path`: of the file that describes them, or ""."""
-
-    def speed(rate: float) -> str:
-        return "no limit" if rate == float("inf") else f"{rate / GBIT / PAYLOAD:.4g} Gbit/s"
-
-    from hostring.cost.network import GBIT, PAYLOAD
-
-    rates = [(host.send_rate, host.recv_rate) for host in network.hosts]
-    usual = statistics.mode(rates)
-    source = f"the links in {path}" if path else "links that are assumed (describe yours by --links FILE)"
-    parts = [f"{speed(usual[0])} and {network.line.latency * 1e6:.4g} us between hosts"]
-    for rank, (send, recv) in enumerate(rates):
-        if (send, recv) != usual:
-            parts.append(f"rank {rank} sends {speed(send)}, receives {speed(recv)}")
-    for (src, dst), line in sorted(network.special.items()):
-        parts.append(f"{src} to {dst} {speed(line.rate)}, {line.latency * 1e6:.4g} us")
-    return f"all prices are predicted, for {source}: {'; '.join(parts)}"
 
 
 def parse_ranks(text: str) -> tuple[int, int]:
@@ -251,7 +231,8 @@ def verdict(row: list[Point]) -> list[str]:
         gain = active.offers["star"].seconds / active.free
         lines = [
             f"{size}: the hub is the active constraint of a star from {active.world_size} ranks on: it is "
-            f"{_PARTS[part]} {100 * share:.0f} % of the time, and without its limits the star would be {gain:.1f}x as fast"
+            f"{_PARTS[part]} {100 * share:.0f} % of the time, and without its limits the star would be "
+            f"{gain:.1f}x as fast"
         ]
     change = change_from(row)
     if change is None:

@@ -2,7 +2,7 @@
 
 Every formula is (rounds · latency) + (the work of the first segment on its way) + (m - 1) · (the work of one more
 segment), with m segments of g bytes. The work of a rank is the larger of its processor's and its interface's. Rank 0
-has its own host, the hub's; for all others the slowest of each kind counts, so that one slow rank slows all, as it does.
+has its own host, the hub's; for all others the slowest of each kind counts, because one slow rank slows all.
 """
 
 from __future__ import annotations

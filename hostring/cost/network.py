@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
@@ -131,6 +132,23 @@ def ethernet(world_size: int, gbit: float = 1.0, latency: float = 30e-6, hub_gbi
     rates = [hub_gbit if rank == 0 and hub_gbit is not None else gbit for rank in range(world_size)]
     hosts = tuple(Host(r * GBIT * PAYLOAD, r * GBIT * PAYLOAD, per_message=4e-6, per_byte=2e-10) for r in rates)
     return Network(hosts, tuple(range(world_size)), Line(latency))
+
+
+def in_words(network: Network) -> str:
+    """Rates and latencies of a network of one rank on each host: the usual ones, then what differs."""
+
+    def speed(rate: float) -> str:
+        return "no limit" if rate == UNLIMITED else f"{rate / GBIT / PAYLOAD:.4g} Gbit/s"
+
+    rates = [(host.send_rate, host.recv_rate) for host in network.hosts]
+    usual = statistics.mode(rates)
+    parts = [f"{speed(usual[0])} and {network.line.latency * 1e6:.4g} us between hosts"]
+    for rank, (send, recv) in enumerate(rates):
+        if (send, recv) != usual:
+            parts.append(f"rank {rank} sends {speed(send)}, receives {speed(recv)}")
+    for (src, dst), line in sorted(network.special.items()):
+        parts.append(f"{src} to {dst} {speed(line.rate)}, {line.latency * 1e6:.4g} us")
+    return "; ".join(parts)
 
 
 _RANK_KEYS: Final = (

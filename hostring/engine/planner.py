@@ -14,10 +14,10 @@ from hostring.arrays.dtypes import (
     FLOAT32,
     FLOAT_KIND,
     MXINT8,
+    WIRE_DTYPES,
     WIRES,
     DType,
     kind_code,
-    wire_dtype,
 )
 from hostring.arrays.fold import fold_functions, narrow_sum
 from hostring.engine.binding import SideMemory
@@ -93,10 +93,10 @@ class Planner:
 
     def unstaged(self, n_elements: int, dtype: DType, op: str, detail: int | None) -> Program | None:
         """An all-reduce that works in the caller's own memory, of `dtype`; None where contributions must be staged."""
-        wire = wire_dtype(dtype)
+        wire = WIRE_DTYPES[dtype]
         return (
             self.all_reduce(n_elements, wire, op, None, detail)
-            if wire is dtype
+            if wire == dtype
             else self.narrow(n_elements, dtype, op, detail)
         )
 

@@ -225,5 +225,5 @@ def splits_blocks(own: DType, counts: Sequence[int]) -> bool:
 
 
 def with_overlaps(detail: int | None, overlaps: Sequence[int]) -> int | None:
-    """`detail`, and which elements of this rank's arrays share memory: a sum that some rank can't hold is a mismatch on all."""
+    """`detail`, and which elements of this rank's arrays share memory: ranks that differ in that get a mismatch."""
     return zlib.crc32(repr((detail, overlaps)).encode()) or 1 if any(overlaps) else detail

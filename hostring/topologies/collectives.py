@@ -119,8 +119,8 @@ def schedule_of(collective: str, place: Place, n_elements: int, detail: Any, ord
 
     Args:
         n_elements: of the buffer of reduce and broadcast; the others go by `detail` alone.
-        detail: the root of reduce and broadcast; each rank's counts for reduce_scatter and all_gather; both, (root, counts), for
-            gather and scatter; counts by source and destination for all_to_all; for a barrier, anything.
+        detail: the root of reduce and broadcast; each rank's counts for reduce_scatter and all_gather; (root, counts)
+            for gather and scatter; counts by source and destination for all_to_all; for a barrier, anything.
     """
     if collective == "reduce":
         return reduce(place, n_elements, order, segment, detail)

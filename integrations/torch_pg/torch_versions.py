@@ -4,8 +4,6 @@ Up to 2.13, a Python group must be the whole process group, and C++ can't reach 
 object can also be the backend of one device in torch's own process group; ours registers one that forwards to it.
 """
 
-# ruff: noqa: SLF001 - torch has no public names for any of this
-
 from __future__ import annotations
 
 import sys
