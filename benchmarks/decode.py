@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
 """Decoding on two ranks with one core each, against one rank on one core: tokens per second, and where the time goes.
 
-    python benchmarks/decode.py --model SmolLM2-135M-Instruct.Q4_1.gguf                      # over loopback TCP
-    python benchmarks/decode.py --model … --delay-us 50 --mbit 1000                          # between namespaces;
-    needs root
+    python benchmarks/decode.py --model SmolLM2-135M-Instruct.Q4_1.gguf  # over loopback TCP
+    python benchmarks/decode.py --model … --delay-us 50 --mbit 1000    # between namespaces; needs root
     python benchmarks/decode.py --model … --ranks 2 --dtypes float16,bfloat16 --rounds 9 --json out.json
 
 All processes are started once and load their weights once. Then they take turns, round by round, so that what else this
 machine does hits all of them; a process whose turn it is not waits for its standard input and uses no core. Reported
-are the
-median over rounds, and the fastest decile beside it. Greedy decoding: all must write the same tokens, or exit code 1.
+are the median over rounds, and the fastest decile beside it. Greedy decoding: all must write the same tokens, or exit
+code 1.
 """
 
 from __future__ import annotations
@@ -198,10 +197,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             ", ".join(f"rank {peer} {s:.2f}" for peer, s in sorted(row["waited_for_s"].items(), key=lambda kv: -kv[1]))
             or "-"
         )
-        cells = (
-            f"{row['tokens_per_s']:>9.2f} {ratios[0]:>6} {row['fastest_decile']:>9.2f} {ratios[1]:>6} "
-            f"{row['ttft_s']:>7.3f}"
-        )
+        cells = f"{row['tokens_per_s']:>9.2f} {ratios[0]:>6} {row['fastest_decile']:>9.2f} {ratios[1]:>6} "
+        cells += f"{row['ttft_s']:>7.3f}"
         lines.append(f"{row['label']:<44} {cells} {100 * row['collective_fraction']:>10.1f}  {waited}")
         us = ", ".join(f"{phase} {s:.0f}" for phase, s in row["us_per_token"].items() if s)
         lines.append(f"{'':<44} us per token: {us}")

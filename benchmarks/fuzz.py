@@ -1,9 +1,9 @@
 """Throws broken input at everything that reads bytes from elsewhere. Run: `python benchmarks/fuzz.py --inputs 1000000`.
 
-Each target is a decoder, some good inputs, and the exceptions that it documents. Inputs are good ones that were damaged (bits,
-lengths, cuts, splices) or plain noise; the same seed gives the same inputs. A target fails when it raises anything else, takes
-longer than `SLOWEST`, or wants more memory than `--memory` allows. `tests/test_fuzz.py` throws hypothesis's inputs at the same
-targets and keeps what once failed.
+Each target is a decoder, some good inputs, and the exceptions that it documents. Inputs are good ones that were damaged
+(bits, lengths, cuts, splices) or plain noise; the same seed gives the same inputs. A target fails when it raises
+anything else, takes longer than `SLOWEST`, or wants more memory than `--memory` allows. `tests/test_fuzz.py` throws
+hypothesis's inputs at the same targets and keeps what once failed.
 """
 
 from __future__ import annotations
@@ -233,7 +233,10 @@ def ring(data: bytes) -> None:
     ring_file.read_ring(str(path))
 
 
-GOOD_RING = b'{"master_ip": null, "master_port": 9002, "port": 9000, "right_ip": "192.168.77.2", "right_port": 9001, "rank": 0, "world_size": 2}'
+GOOD_RING = (
+    b'{"master_ip": null, "master_port": 9002, "port": 9000, "right_ip": "192.168.77.2", "right_port": 9001, '
+    b'"rank": 0, "world_size": 2}'
+)
 
 
 def places(data: bytes) -> None:
@@ -265,7 +268,10 @@ def safetensors(data: bytes) -> None:
     SafetensorsCheckpoint(folder)
 
 
-_QWEN = '{"model_type": "qwen3", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "intermediate_size": 8, "num_hidden_layers": 1}'
+_QWEN = (
+    '{"model_type": "qwen3", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "intermediate_size": 8, '
+    '"num_hidden_layers": 1}'
+)
 
 
 def good_models() -> tuple[list[bytes], list[bytes]]:

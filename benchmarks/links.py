@@ -5,8 +5,9 @@
 
     python benchmarks/links.py --mbit 1000 hostring-bench --pin          # a rank on each of two hosts
 
-Rates are token buckets, both ways. The bursts are small enough that a rate holds from the first packet on, and large enough
-that the kernel reaches it. Where the kernel has no netem, a relay between two TUN devices delays packets (delay.c).
+Rates are token buckets, both ways. The bursts are small enough that a rate holds from the first packet on, and large
+enough that the kernel reaches it. Where the kernel has no netem, a relay between two TUN devices delays packets
+(delay.c).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Random collectives under random deaths: `python benchmarks/soak.py --minutes 20`.
 
-Ranks are processes. Each computes, from the same seeds, what every rank contributes, and compares every result with numpy's,
-bit for bit. Now and then one is killed (SIGKILL) and started again; the survivors rebuild the group with it. One rank is
-spared, so that its memory and its descriptors tell of all operations. The last line is the summary; the exit code is 0 when
-nothing was wrong and nothing hung.
+Ranks are processes. Each computes, from the same seeds, what every rank contributes, and compares every result with
+numpy's, bit for bit. Now and then one is killed (SIGKILL) and started again; the survivors rebuild the group with it.
+One rank is spared, so that its memory and its descriptors tell of all operations. The last line is the summary; the
+exit code is 0 when nothing was wrong and nothing hung.
 """
 
 from __future__ import annotations
@@ -400,8 +400,9 @@ class Soak:
         quarter = len(self.memory) // 4
         growth = (max(self.memory[3 * quarter :]) - max(self.memory[quarter : 2 * quarter])) / 1e6 if quarter else 0.0
         return (
-            f"soak: {seconds:.0f} s, ranks={self.ranks} ops={operations[SPARED]} results={sum(operations)} kills={self.kills} "
-            f"rejoins={self.rejoins} rebuilds={spared['rebuilds']} restarts={self.restarts} wrong={wrong} hangs={self.hangs} "
+            f"soak: {seconds:.0f} s, ranks={self.ranks} ops={operations[SPARED]} results={sum(operations)} "
+            f"kills={self.kills} rejoins={self.rejoins} rebuilds={spared['rebuilds']} restarts={self.restarts} "
+            f"wrong={wrong} hangs={self.hangs} "
             f"rss_growth={growth:.1f} MB (last quarter over second) rss={spared['rss'] / 1e6:.0f} MB "
             f"fds={spared['fds_warm']}->{spared['fds']}"
         )

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Does `hostring plan topology` know at how many ranks a star's hub becomes the constraint? Predicted and measured, side by side.
+"""Does `hostring plan topology` know at how many ranks a star's hub becomes the constraint? Predicted and measured,
+side by side.
 
     python benchmarks/throttled_hub.py --hub-mbit 50 --leaf-mbit 20 --ranks 2..8
 
-Every rank gets a network namespace on one switch; the hub's and the leaves' interfaces have token buckets, both ways. An
-all-reduce is measured by star, mesh and ring in interleaved rounds, and the star once more with a hub without a limit. The
-hub is the constraint where its limit costs the star more than 10 %; another topology is named where it is more than 5 %
-better for this and all larger groups: the same definitions for both columns. Needs root. Exit code 1 when a prediction is
-off by more than one rank.
+Every rank gets a network namespace on one switch; the hub's and the leaves' interfaces have token buckets, both ways.
+An all-reduce is measured by star, mesh and ring in interleaved rounds, and the star once more with a hub without a
+limit. The hub is the constraint where its limit costs the star more than 10 %; another topology is named where it is
+more than 5 %
+better for this and all larger groups: the same definitions for both columns. Needs root. Exit code 1 when a
+prediction is off by more than one rank.
 """
 
 from __future__ import annotations

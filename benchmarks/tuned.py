@@ -4,9 +4,9 @@
     python benchmarks/tuned.py --ranks 2,3,4                        # loopback TCP
     python benchmarks/tuned.py --ranks 2,3,4 --mbit 1000            # between namespaces on a switch; needs root
 
-The measurement is another one than the one that the tuner chose by, in interleaved rounds. Each variant runs with the segment
-length that was best for it. With --defaults, what is chosen without tuning is compared. Exit code 1 when a choice is more than
---within off at some size, unless it is the same schedule as the best, which can only be noise.
+The measurement is another one than the one that the tuner chose by, in interleaved rounds. Each variant runs with the
+segment length that was best for it. With --defaults, what is chosen without tuning is compared. Exit code 1 when a
+choice is more than --within off at some size, unless it is the same schedule as the best, which can only be noise.
 """
 
 from __future__ import annotations

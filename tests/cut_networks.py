@@ -29,7 +29,9 @@ def can_cut() -> str:
 
 @contextlib.contextmanager
 def network() -> Iterator[str]:
-    """Two network namespaces, NAME-a with 198.18.0.1 (a range for tests, RFC 2544) and NAME-b with 198.18.0.2, and a cable."""
+    """Two network namespaces, NAME-a with 198.18.0.1 (a range for tests, RFC 2544) and NAME-b with 198.18.0.2, and a
+    cable.
+    """
     name = f"hrtest-{os.getpid()}-{next(_numbers)}"
     try:
         for side, address in (("a", "198.18.0.1"), ("b", "198.18.0.2")):

@@ -67,7 +67,10 @@ def save(model: Any, directory: Path, **options: Any) -> Path:
     return directory
 
 
-CHAT = "{% for m in messages %}<start>{{ m['role'] }}\n{{ m['content'] }}<end>{% endfor %}{% if add_generation_prompt %}<start>{% endif %}"
+CHAT = (
+    "{% for m in messages %}<start>{{ m['role'] }}\n{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<start>{% endif %}"
+)
 
 
 def byte_tokenizer(vocab_size: int = 400) -> Tokenizer:

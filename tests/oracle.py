@@ -61,7 +61,9 @@ def chunks(n_elements: int, parts: int) -> Iterator[tuple[int, int]]:
 
 
 def rank_distinct(world_size: int, n_elements: int, dtype: Any = np.float32, seed: int = 0) -> list[np.ndarray]:
-    """Different values on every rank and in every place, of mixed magnitude, so that another fold order gives other bits."""
+    """Different values on every rank and in every place, of mixed magnitude, so that another fold order gives other
+    bits.
+    """
     rng = np.random.default_rng([seed, world_size, n_elements])
     dtype = np.dtype(dtype)
     rows = []
@@ -110,6 +112,9 @@ def as_library(x: np.ndarray, library: str) -> Any:
 
 
 def force(comm: Comm, variant: str, segment: int) -> None:
-    """Make `comm` use one all-reduce variant for every size, and short segments for everything. Every rank must do the same."""
+    """Make `comm` use one all-reduce variant for every size, and short segments for everything.
+
+    Every rank must do the same.
+    """
     comm.session.tuner.force(variant, segment)
     comm.session.tuner.segment = lambda itemsize: segment  # type: ignore[method-assign]

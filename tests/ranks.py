@@ -1,7 +1,8 @@
-"""Ranks for tests: threads for the matrix of cases, spawned processes for what a process must do. Nothing here can hang.
+"""Ranks for tests: threads for the matrix of cases, spawned processes for what a process must do. Nothing here can
+hang.
 
-`tests/torch_ranks.py` keeps worker processes alive between tests, because they import torch; `tests/engine/test_faults.py`
-has runners of its own, because its ranks are killed and stopped.
+`tests/torch_ranks.py` keeps worker processes alive between tests, because they import torch;
+`tests/engine/test_faults.py` has runners of its own, because its ranks are killed and stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What holds for all sources: imports run downwards only and without circles, and files and functions have limits."""
+"""Who may import whom, read from the sources:
+imports run downwards only, no circles, and the wheel holds every package.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ LAYERS = (
     ("commands",),
     ("__main__",),
 )
-"""Folders and top-level modules below `hostring`, the lowest first. Each imports what stands before its own line only."""
+"""Folders and top-level modules below `hostring`, the lowest first.
+
+Each imports what stands before its own line only.
+"""
 
 MODEL_LAYERS = (
     ("model",),
@@ -188,7 +193,10 @@ def test_a_circle_and_an_upward_arrow_are_noticed():
 
 
 def test_core_imports_no_torch():
-    """Nowhere at the top of a module. Inside a function: only to read torch's own store, and to measure torch itself."""
+    """Nowhere at the top of a module.
+
+    Inside a function: only to read torch's own store, and to measure torch itself.
+    """
     inside = set()
     for module in SOURCES:
         if module.startswith("integrations"):

@@ -23,7 +23,10 @@ with hostring.init() as comm:
 
 
 class Hosts:
-    """Hosts "a" (10.97.0.1) and "b" (10.97.0.2). Both know "evo", the name of host a: there it means 127.0.1.1, as on Debian."""
+    """Hosts "a" (10.97.0.1) and "b" (10.97.0.2).
+
+    Both know "evo", the name of host a: there it means 127.0.1.1, as on Debian.
+    """
 
     def __init__(self) -> None:
         self.names = {x: f"hostring{os.getpid()}{x}" for x in "ab"}

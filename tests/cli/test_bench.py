@@ -1,4 +1,7 @@
-"""hostring-bench: what it prints and writes, what it refuses, and that it notices wrong results. No timings are judged."""
+"""hostring-bench: what it prints and writes, what it refuses, and that it notices wrong results.
+
+No timings are judged.
+"""
 
 from __future__ import annotations
 

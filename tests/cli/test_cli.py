@@ -26,7 +26,8 @@ def test_help_lists_the_commands_without_loading_torch_or_integrations() -> None
     assert shown.exit_code == 0
     for command in ("launch", "certify", "demo", "generate"):
         assert f"\n  {command} " in shown.output
-    code = "import sys, hostring.commands.cli; print([m for m in sys.modules if m == 'torch' or m.startswith('hostring.integrations')])"
+    heavy = "[m for m in sys.modules if m == 'torch' or m.startswith('hostring.integrations')]"
+    code = f"import sys, hostring.commands.cli; print({heavy})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert loaded.stdout.strip() == "[]", loaded.stderr
 
@@ -41,7 +42,8 @@ PROGRAM = """
 import os, sys, numpy as np, hostring
 with hostring.init() as comm:
     total = comm.all_reduce(np.array([10.0 ** comm.rank], np.float32))
-    os.write(1, f"{comm.rank} {comm.topology} {int(total[0])} {sys.argv[1:]}\\n".encode())  # whole, whatever the other writes
+    # one write is whole, whatever the other rank writes
+    os.write(1, f"{comm.rank} {comm.topology} {int(total[0])} {sys.argv[1:]}\\n".encode())
     sys.exit(int(sys.argv[1]) if comm.rank == 1 else 0)
 """
 

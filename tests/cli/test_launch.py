@@ -68,7 +68,8 @@ def gone(pid: int) -> bool:
 
 
 def run_launch(n: int, *argv: str, prefix: bool = False, grace: float = 5.0) -> subprocess.Popen[str]:
-    code = f"import sys; from hostring.launch.ranks import launch; sys.exit(launch(sys.argv[1:], {n}, prefix_output={prefix}, grace={grace}))"
+    call = f"launch(sys.argv[1:], {n}, prefix_output={prefix}, grace={grace})"
+    code = f"import sys; from hostring.launch.ranks import launch; sys.exit({call})"
     environment = {
         k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"
     }  # with it, each word is a write of its own
@@ -148,7 +149,8 @@ def test_signals_are_passed_on(number: signal.Signals, received: str, code: int,
 
 
 def test_what_a_rank_leaves_behind_is_ended_too(tmp_path: Path) -> None:
-    text = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)"
+    sleeper = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    text = f"import subprocess, sys; print({sleeper}.pid, flush=True)"
     done = run_launch(1, script(tmp_path, text))
     assert done.stdout is not None
     pid = int(done.stdout.readline())

@@ -1,4 +1,6 @@
-"""What `hostring launch` shows when ranks fail: one traceback at a time, the culprit's first; nobody is waited for in vain."""
+"""What `hostring launch` shows when ranks fail:
+one traceback at a time, the culprit's first; nobody is waited for in vain.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""all_reduce gives the declared fold, bit for bit, whatever the topology, variant, size, dtype of the others, or arrival."""
+"""all_reduce gives the declared fold, bit for bit, whatever the topology, variant, size, dtype of the others, or
+arrival.
+"""
 
 from __future__ import annotations
 

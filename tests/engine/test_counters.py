@@ -127,7 +127,9 @@ def both_ends_agree(links: list[dict]) -> None:
 @everywhere
 @pytest.mark.parametrize("n_elements", [100, 60_000])
 def test_mixed_dtypes_are_counted_as_they_travel(run_ranks, topology, order, n_elements):
-    """A 16-bit contribution travels in 16 bits, through whomever; the first call, in which ranks learn of each other, counts like all."""
+    """A 16-bit contribution travels in 16 bits, through whomever; the first call, in which ranks learn of each other,
+    counts like all.
+    """
     dtypes = ["float16", "float32", "bfloat16", "float32"]
 
     def body(comm):

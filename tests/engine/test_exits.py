@@ -42,8 +42,12 @@ SLEEP = "import time; time.sleep(0.2 * comm.rank)"
 ENDS = {
     "at its end": "",
     "with work under way": f"work = comm.all_reduce(x.copy(), async_op=True) if comm.rank == 0 else None\n{SLEEP}",
-    "with a message awaited": "work = comm.recv(x.copy(), src=1 - comm.rank, async_op=True)\nimport time; time.sleep(0.05)",
-    "by sys.exit in a thread's face": "import sys, threading\nthreading.Thread(target=comm.barrier, daemon=True).start()\nsys.exit(0)",
+    "with a message awaited": (
+        "work = comm.recv(x.copy(), src=1 - comm.rank, async_op=True)\nimport time; time.sleep(0.05)"
+    ),
+    "by sys.exit in a thread's face": (
+        "import sys, threading\nthreading.Thread(target=comm.barrier, daemon=True).start()\nsys.exit(0)"
+    ),
     "holding a work": "globals()['kept'] = [comm.all_reduce(x.copy(), async_op=True) for _ in range(50)]",
 }
 
@@ -53,8 +57,8 @@ ENDS = {
 def test_an_exit_without_close_neither_hangs_nor_crashes(how: str, transport: str, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
-        f"import numpy as np, hostring\ncomm = hostring.init(timeout=60, transport={transport!r})\nx = np.arange(1000.0)\n"
-        f"comm.all_reduce(x.copy())\nprint('reduced')\n{ENDS[how]}\n",
+        f"import numpy as np, hostring\ncomm = hostring.init(timeout=60, transport={transport!r})\n"
+        f"x = np.arange(1000.0)\ncomm.all_reduce(x.copy())\nprint('reduced')\n{ENDS[how]}\n",
         encoding="utf-8",
     )
     command = [sys.executable, "-m", "hostring", "launch", "-n", "2", str(script)]
@@ -67,7 +71,9 @@ def test_an_exit_without_close_neither_hangs_nor_crashes(how: str, transport: st
 
 
 def failure_of(comm: hostring.Comm) -> tuple[str, int | None, float]:
-    """Reduce until that fails: a rank may have done its part in a call before it goes. Returns type, rank and seconds."""
+    """Reduce until that fails:
+    a rank may have done its part in a call before it goes. Returns type, rank and seconds.
+    """
     started = time.monotonic()
     try:
         for _ in range(3):
@@ -247,7 +253,9 @@ def test_close_does_not_wait_for_ever_for_what_it_accepted(run_ranks: Any) -> No
 
 @pytest.mark.parametrize("how", ["it vanishes", "it stands still"])
 def test_in_a_ring_without_a_store_all_name_the_same_rank(how: str, tmp_path: Path) -> None:
-    """Rank 3 of five has no link of any kind with rank 1: it hears of it from its neighbours, or asks along the chain."""
+    """Rank 3 of five has no link of any kind with rank 1:
+    it hears of it from its neighbours, or asks along the chain.
+    """
     ports = free_ports(5)
     ready, over = threading.Barrier(5), threading.Event()
     outcome: dict[int, Any] = {}

@@ -1,9 +1,10 @@
 """Whatever happens to one rank: the others end within their deadline, all name that rank, and nothing is left behind.
 
-The matrix is {kill, stop, close, blackhole, reset, truncated, junk, oversized, fragments, slow} x {rendezvous, hello, idle,
-first half, second half of a collective} x {mesh, ring, star, tree} x {3, 4 ranks}. One test is one fault in one phase. Its
-eight groups run side by side, because most of them wait for a deadline. Ranks are threads with real TCP links, or processes
-where the fault happens to a process. Fragments and slow reads look like a slow network, so these must simply succeed.
+The matrix is {kill, stop, close, blackhole, reset, truncated, junk, oversized, fragments, slow} x {rendezvous, hello,
+idle, first half, second half of a collective} x {mesh, ring, star, tree} x {3, 4 ranks}. One test is one fault in one
+phase. Its eight groups run side by side, because most of them wait for a deadline. Ranks are threads with real TCP
+links, or processes where the fault happens to a process. Fragments and slow reads look like a slow network, so these
+must simply succeed.
 """
 
 from __future__ import annotations

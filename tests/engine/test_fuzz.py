@@ -1,6 +1,7 @@
 """Bytes from elsewhere, broken in every way: what reads them raises what it documents, soon, and nothing else.
 
-`HOSTRING_FUZZ_EXAMPLES` raises the number of inputs per decoder. `benchmarks/fuzz.py` throws millions at the same decoders.
+`HOSTRING_FUZZ_EXAMPLES` raises the number of inputs per decoder. `benchmarks/fuzz.py` throws millions at the same
+decoders.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Scratch memory is reused, and bounded by the largest buffer, whatever the topology, the dtype and the number of shapes."""
+"""Scratch memory is reused, and bounded by the largest buffer, whatever the topology, the dtype and the number of
+shapes.
+"""
 
 from __future__ import annotations
 

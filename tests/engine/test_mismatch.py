@@ -24,22 +24,40 @@ def ones(n_elements: int, dtype: type = F32) -> np.ndarray:
 
 # What most ranks call, what one rank calls instead, and the words that tell the two apart.
 MISMATCHES = {
-    "another collective": (lambda c: c.all_reduce(ones(8)), lambda c: c.all_gather(ones(8)), ("all_reduce #3", "all_gather #3")),
+    "another collective": (
+        lambda c: c.all_reduce(ones(8)), lambda c: c.all_gather(ones(8)), ("all_reduce #3", "all_gather #3"),
+    ),
     "a barrier": (lambda c: c.all_reduce(ones(8)), lambda c: c.barrier(), ("all_reduce #3", "barrier #3")),
-    "a barrier instead of nothing": (lambda c: c.all_reduce(ones(0)), lambda c: c.barrier(), ("all_reduce #3", "barrier #3")),
+    "a barrier instead of nothing": (
+        lambda c: c.all_reduce(ones(0)), lambda c: c.barrier(), ("all_reduce #3", "barrier #3"),
+    ),
     "another operator": (lambda c: c.all_reduce(ones(8)), lambda c: c.all_reduce(ones(8), "max"), ("op sum", "op max")),
     "avg and sum": (lambda c: c.all_reduce(ones(8)), lambda c: c.all_reduce(ones(8), "avg"), ("op sum", "op avg")),
-    "fewer elements": (lambda c: c.all_reduce(ones(800)), lambda c: c.all_reduce(ones(400)), ("800 elements", "400 elements")),
-    "more elements": (lambda c: c.all_reduce(ones(400)), lambda c: c.all_reduce(ones(800)), ("400 elements", "800 elements")),
+    "fewer elements": (
+        lambda c: c.all_reduce(ones(800)), lambda c: c.all_reduce(ones(400)), ("800 elements", "400 elements"),
+    ),
+    "more elements": (
+        lambda c: c.all_reduce(ones(400)), lambda c: c.all_reduce(ones(800)), ("400 elements", "800 elements"),
+    ),
     "another schedule by size": (
         lambda c: c.all_reduce(ones(10)), lambda c: c.all_reduce(ones(900_000)), ("10 elements", "900000 elements"),
     ),
-    "one less, when chunks are uneven": (lambda c: c.all_reduce(ones(70_000)), lambda c: c.all_reduce(ones(69_999)), ("70000", "69999")),
-    "another dtype": (lambda c: c.all_reduce(ones(8)), lambda c: c.all_reduce(ones(8, np.float64)), ("float32", "float64")),
-    "another integer": (lambda c: c.all_reduce(ones(8, np.int8)), lambda c: c.all_reduce(ones(8, np.int16)), ("int8", "int16")),
+    "one less, when chunks are uneven": (
+        lambda c: c.all_reduce(ones(70_000)), lambda c: c.all_reduce(ones(69_999)), ("70000", "69999"),
+    ),
+    "another dtype": (
+        lambda c: c.all_reduce(ones(8)), lambda c: c.all_reduce(ones(8, np.float64)), ("float32", "float64"),
+    ),
+    "another integer": (
+        lambda c: c.all_reduce(ones(8, np.int8)), lambda c: c.all_reduce(ones(8, np.int16)), ("int8", "int16"),
+    ),
     "another root": (lambda c: c.reduce(ones(8), 0), lambda c: c.reduce(ones(8), 1), ("reduce #3",)),
-    "another root of broadcast": (lambda c: c.broadcast(ones(8), 0), lambda c: c.broadcast(ones(8), 1), ("broadcast #3",)),
-    "another size of broadcast": (lambda c: c.broadcast(ones(8)), lambda c: c.broadcast(ones(9)), ("8 elements", "9 elements")),
+    "another root of broadcast": (
+        lambda c: c.broadcast(ones(8), 0), lambda c: c.broadcast(ones(8), 1), ("broadcast #3",),
+    ),
+    "another size of broadcast": (
+        lambda c: c.broadcast(ones(8)), lambda c: c.broadcast(ones(9)), ("8 elements", "9 elements"),
+    ),
     "another share": (lambda c: c.all_gather(ones(8)), lambda c: c.all_gather(ones(9)), ("8 elements", "9 elements")),
     "other counts": (
         lambda c: c.all_gather(ones(c.rank + 1), counts=range(1, c.world_size + 1)),
@@ -63,7 +81,8 @@ MISMATCHES = {
     ),
     "a decision": (lambda c: c.broadcast(ones(8)), lambda c: c.decide(ones(8), lambda s: s[0]), ("decide #3",)),
     "one call more": (
-        lambda c: c.all_reduce(ones(8)), lambda c: (c.all_reduce(ones(8)), c.all_reduce(ones(8)), c.all_gather(ones(8))),
+        lambda c: c.all_reduce(ones(8)),
+        lambda c: (c.all_reduce(ones(8)), c.all_reduce(ones(8)), c.all_gather(ones(8))),
         ("#4", "barrier"),
     ),
 }  # fmt: skip

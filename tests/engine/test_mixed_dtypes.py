@@ -1,4 +1,6 @@
-"""Ranks of different float dtypes exchange data: the sender's exact value arrives, rounded once, whoever forwards it."""
+"""Ranks of different float dtypes exchange data:
+the sender's exact value arrives, rounded once, whoever forwards it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from hostring.arrays.dtypes import BY_NAME
 
 TOPOLOGIES = [("mesh", "rank"), ("ring", "rank"), ("star", "rank"), ("tree", "tree")]
 everywhere = pytest.mark.parametrize(("topology", "order"), TOPOLOGIES)
-# Coarse dtypes sit between fine ones, so that what is forwarded through them would lose bits if they rounded it on its way.
+# Coarse dtypes sit between fine ones, so that what is forwarded through them would lose bits if they rounded it on its
+# way.
 FLOATS = ("float64", "float8_e5m2", "float32", "bfloat16", "float64", "float16")
 LIBRARIES = ("numpy", "numpy", "torch", "torch", "torch", "numpy")
 

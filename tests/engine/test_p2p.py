@@ -1,4 +1,6 @@
-"""Point-to-point messages: matched by source and tag, in order, whoever sends first, and making progress by themselves."""
+"""Point-to-point messages:
+matched by source and tag, in order, whoever sends first, and making progress by themselves.
+"""
 
 from __future__ import annotations
 
@@ -298,7 +300,9 @@ def test_messages_are_counted(run_ranks):
 
 
 def test_a_receive_that_waits_for_nobody_in_particular_does_not_slow_others_down(run_ranks):
-    """An outstanding receive is driven in the background; a blocking exchange takes the driver's seat and gives it back."""
+    """An outstanding receive is driven in the background; a blocking exchange takes the driver's seat and gives it
+    back.
+    """
 
     def body(comm):
         late = np.zeros(3, np.float32)

@@ -16,7 +16,8 @@ from ranks import in_threads
 from hostring.arrays.dtypes import BY_NAME
 
 KINDS = [
-    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "barrier", "exchange", "decide",
+    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "barrier",
+    "exchange", "decide",
 ]  # fmt: skip
 DTYPES = ["float32", "float16", "bfloat16", "int32", "float64", "uint8", "float8_e5m2"]
 TOPOLOGIES = [

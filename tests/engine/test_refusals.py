@@ -51,12 +51,18 @@ REFUSED = {
     "counts of two ranks": (ValueError, "counts", lambda c: c.all_gather(F32, counts=[6, 6])),
     "counts that are not what is brought": (ValueError, "brings 6 rows", lambda c: c.all_gather(F32, counts=[1, 2, 3])),
     "counts of a 0-d array": (ValueError, "0-d", lambda c: c.all_gather(np.array(1.0), counts=[1, 1, 1])),
-    "negative counts": (ValueError, "counts", lambda c: c.gather(F32, counts=[-6 if r != c.rank else 6 for r in range(3)])),
+    "negative counts": (
+        ValueError, "counts", lambda c: c.gather(F32, counts=[-6 if r != c.rank else 6 for r in range(3)]),
+    ),
     "send counts of another sum": (ValueError, "add up to 6", lambda c: c.all_to_all(F32, send_counts=[3, 3, 3])),
     "a small out": (ValueError, "out has 17 elements", lambda c: c.all_gather(F32, out=np.empty(17, np.float32))),
     "a large out": (ValueError, "out has 3 elements", lambda c: c.reduce_scatter(F32, out=np.empty(3, np.float32))),
-    "a strided out of another size": (ValueError, "out has 17", lambda c: c.all_gather(F32, out=np.empty(34, np.float32)[::2])),
-    "an out of another float": (TypeError, "out is float16", lambda c: c.all_gather(F32, out=np.empty((3, 6), np.float16))),
+    "a strided out of another size": (
+        ValueError, "out has 17", lambda c: c.all_gather(F32, out=np.empty(34, np.float32)[::2]),
+    ),
+    "an out of another float": (
+        TypeError, "out is float16", lambda c: c.all_gather(F32, out=np.empty((3, 6), np.float16)),
+    ),
     "an out of integers": (TypeError, "out is int32", lambda c: c.all_gather(F32, out=np.empty((3, 6), np.int32))),
     "an out of double width": (TypeError, "out is float64", lambda c: c.reduce_scatter(F32, out=np.empty(2))),
     "an out of exchanged integers": (TypeError, "out is int32", lambda c: c.all_to_all(F32, out=np.empty(6, np.int32))),
@@ -76,7 +82,9 @@ REFUSED = {
     "a negative colour": (ValueError, "color=-1", lambda c: c.split(-1)),
     "a split into what can't be": (ValueError, "order='rank' can't be held", lambda c: c.split(0, topology="tree")),
     "a split into what is unknown": (ValueError, "donut", lambda c: c.split(0, topology="donut")),
-    "a collective that is not there": (ValueError, "all_reduce_twice", lambda c: c.expected_payload("all_reduce_twice", 1)),
+    "a collective that is not there": (
+        ValueError, "all_reduce_twice", lambda c: c.expected_payload("all_reduce_twice", 1),
+    ),
 }  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""A result goes to a rank in the 16 bits that its contribution came in: the bits that it would have rounded to itself."""
+"""A result goes to a rank in the 16 bits that its contribution came in:
+the bits that it would have rounded to itself.
+"""
 
 from __future__ import annotations
 

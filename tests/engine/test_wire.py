@@ -1,4 +1,6 @@
-"""A group may ask for a narrower wire: contributions of float32 are rounded to bfloat16, and folded in float32 all the same."""
+"""A group may ask for a narrower wire:
+contributions of float32 are rounded to bfloat16, and folded in float32 all the same.
+"""
 
 from __future__ import annotations
 

@@ -190,7 +190,10 @@ RUN: dict[str, Any] = {
         }
         for r in range(2)
     ],
-    "controls": {"one_rank": [{"dtype": "float16", "decode_tokens_per_s": 200.0}], "same_dtype": {"activation_sha256": ["bb", "bb"]}},
+    "controls": {
+        "one_rank": [{"dtype": "float16", "decode_tokens_per_s": 200.0}],
+        "same_dtype": {"activation_sha256": ["bb", "bb"]},
+    },
 }  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Every collective's schedule on symbols, in every topology: the data lands where it must, whatever the sizes, counts and roots."""
+"""Every collective's schedule on symbols, in every topology:
+the data lands where it must, whatever the sizes, counts and roots.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def symbols(name: str, n_elements: int) -> list[str]:
 
 
 def run(topology: str, schedules: list[Schedule], data: list[list[str]]) -> list[dict]:
-    """Simulate, after checking that only links which are there are used, and that the schedule's lengths are those of the buffers."""
+    """Simulate, after checking that only links which are there are used, and that the schedule's lengths are those of
+    the buffers.
+    """
     n = len(schedules)
     for rank, schedule in enumerate(schedules):
         peers = {m.peer for r in schedule.rounds for messages in (r.sends, r.recvs) for m in messages}
@@ -152,7 +156,9 @@ def test_all_reduce(topology, variant, order, n, n_elements, segment):
 @pytest.mark.parametrize("topology", NAMES)
 @pytest.mark.parametrize("n", range(2, 9))
 def test_a_barrier_hears_from_every_rank(topology, n):
-    """Nobody's schedule ends before word of everybody has come, directly or along the way: messages are empty but they are there."""
+    """Nobody's schedule ends before word of everybody has come, directly or along the way:
+    messages are empty but they are there.
+    """
     schedules = [collectives.all_gather(p, [0] * n, 1) for p in places(topology, n)]
     known = [{r} for r in range(n)]
     for k in range(max(len(s.rounds) for s in schedules)):

@@ -127,7 +127,10 @@ def test_no_all_reduce_gets_cheaper_with_more_bytes_or_slower_lines(
 
 @pytest.mark.parametrize(("topology", "variant", "order"), VARIANTS)
 def test_the_formulas_agree_with_the_run_schedules(topology: str, variant: str, order: str) -> None:
-    """Where both are possible. What trees and short pipelines do in between is not in the formulas: hence the tolerance."""
+    """Where both are possible.
+
+    What trees and short pipelines do in between is not in the formulas: hence the tolerance.
+    """
     for world_size in (2, 4, 8):
         for net in (ethernet(world_size), one_host(world_size, 8)):
             for nbytes in (4, 1 << 12, 1 << 16, 1 << 20, 1 << 23):

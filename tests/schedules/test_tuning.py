@@ -80,8 +80,9 @@ SCRIPT = """
         os.environ["HOSTRING_TUNING"] = "off"
     import hostring
     with hostring.init() as comm:
-        table = {c: [(t.upto, t.topology, t.variant, t.segment_nbytes) for t in ts] for c, ts in comm.session.tuner.table.items()}
-        sys.stdout.write(f"{comm.session.tuner.source} {hash(repr(table))} {comm.session.tuner.all_reduce(1000, 4).name}\\n")
+        tuner = comm.session.tuner
+        table = {c: [(t.upto, t.topology, t.variant, t.segment_nbytes) for t in ts] for c, ts in tuner.table.items()}
+        sys.stdout.write(f"{tuner.source} {hash(repr(table))} {tuner.all_reduce(1000, 4).name}\\n")
 """
 
 
