@@ -25,7 +25,7 @@ class Name(NamedTuple):
 
 def enabled() -> bool:
     """Whether a profiler runs in this process."""
-    return profiler._is_profiler_enabled
+    return profiler._is_profiler_enabled  # noqa: SLF001 - torch's private name
 
 
 def caller(name: Name) -> Any:
@@ -48,5 +48,5 @@ def until_done(name: Name, work: hostring.Work) -> None:
     """A row from now until `work` has ended, on whatever thread that is."""
     ended: torch.futures.Future[None] = torch.futures.Future()
     with profiler.record_function(f"hostring:{name.call}") as record:
-        record._call_end_callbacks_on_future(ended)
+        record._call_end_callbacks_on_future(ended)  # noqa: SLF001 - torch's private name
     work.add_done_callback(lambda _: ended.set_result(None))

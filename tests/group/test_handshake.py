@@ -24,7 +24,7 @@ from hostring.group.handshake import (
     dial,
 )
 from hostring.group.peer_info import PeerInfo, this_peer
-from hostring.store.protocol import checked_nbytes, framed, pack, prove, proves, unpack
+from hostring.store.protocol import checked_nbytes, framed, pack, prove, proves, typed, typed_fields, unpack
 from hostring.store.streams import receive, send
 
 SECRET = b"a secret of the group"
@@ -327,6 +327,31 @@ def test_lengths_are_checked_before_they_are_believed() -> None:
         pack({"x": object()}, 100)
     with pytest.raises(ValueError, match="not a message of hostring"):
         unpack(b"\xc1")
+
+
+def test_fields_are_of_their_own_type_and_never_converted() -> None:
+    assert typed([b"a", 5], 1, int) == 5
+    for packed, key, kind, message in (
+        ([b"a", 5], 0, int, "0 is no int"),
+        ([b"a", True], 1, int, "1 is no int"),
+        ({"n": 10**9}, "n", bytes, "'n' is no bytes"),
+        ([b"a"], 1, int, "1 is missing"),
+        ({}, "n", int, "'n' is missing"),
+        (None, "n", int, "'n' is missing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            typed(packed, key, kind)
+    kinds: dict[str, Any] = {"n": int, "names": [str]}
+    assert typed_fields({"n": 5, "names": ["a"], "more": 1}, kinds) == {"n": 5, "names": ["a"]}
+    for packed, message in (
+        ({"n": "5", "names": []}, "'n' is no int"),
+        ({"names": []}, "'n' is missing"),
+        ({"n": 5, "names": "a"}, "'names' is no list of str"),
+        ({"n": 5, "names": ["a", 1]}, "'names' is no list of str"),
+        ([5, []], "not a dict of fields"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            typed_fields(packed, kinds)
 
 
 def test_proofs_bind_role_parts_and_secret() -> None:
