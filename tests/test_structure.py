@@ -44,7 +44,9 @@ Each imports what stands before its own line only.
 MODEL_LAYERS = (
     ("model",),
     ("checkpoint",),
-    ("request", "prefix", "sharded", "stats"),
+    ("request", "sharded", "packed", "stats"),
+    ("compute",),
+    ("prefix",),
     ("generate", "spans"),
     ("conversation",),
     ("demo",),

@@ -17,7 +17,8 @@ from hostring import Comm
 from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
 from hostring.integrations.llm.checkpoint.tokenizer import load_tokenizer
 from hostring.integrations.llm.checkpoint.weights import open_checkpoint
-from hostring.integrations.llm.model.cache import KVCache
+from hostring.integrations.llm.compute import Cache, LocalModel, build_local
+from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.sampling import (
     GO_ON,
     NOT_FINITE,
@@ -30,7 +31,7 @@ from hostring.integrations.llm.model.sampling import (
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.prefix import PrefixCache
 from hostring.integrations.llm.request import HEAD_RANK, Request, share_request
-from hostring.integrations.llm.sharded import DTYPES, ShardedModel, build
+from hostring.integrations.llm.sharded import DTYPES
 from hostring.integrations.llm.stats import Stats, Traffic, decode_measured, prefill_measured
 
 _PREFILL_CHUNK = 512  # positions in one forward pass; bounds the memory of activations and the scratch of the reduction
@@ -51,10 +52,16 @@ class Generation:
 
 @dataclass
 class Model:
-    """A rank's part of a model with the tokenizer of the same checkpoint."""
+    """A rank's part of a model with the tokenizer of the same checkpoint.
 
-    sharded: ShardedModel
+    Attributes:
+        bytes_read: of tensor data, to load it. load_s: seconds that took, without the tokenizer.
+    """
+
+    sharded: LocalModel
     tokenizer: ChatTokenizer
+    bytes_read: int = 0
+    load_s: float = 0.0
 
     @property
     def comm(self) -> Comm:
@@ -82,7 +89,7 @@ class Model:
         max_tokens: int = 128,
         on_text: Callable[[str], None] | None = None,
         on_token: Callable[[int], None] | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         prefix: PrefixCache | None = None,
     ) -> Generation:
         """Complete a prompt. A collective: every rank calls it.
@@ -139,6 +146,7 @@ def load_model(
     replicate_embedding: bool = True,
     hash_activations: bool = False,
     compile: bool | str = False,
+    compute: str = "auto",
 ) -> Model:
     """Load this rank's part of the checkpoint at `path` (a GGUF file or a HF directory), and its tokenizer.
 
@@ -153,27 +161,33 @@ def load_model(
         hash_activations: keep a running sha256 of the reduced hidden states, and check that they are used.
         compile: let torch compile the layers while the model is loaded; or the name of a backend of `torch.compile`.
             Ranks may differ; the others wait for this one in their first collective, up to its timeout.
+        compute: "packed" multiplies by the blocks of a GGUF file as they are, "exact" dequantises them, "auto" is packed where
+            that can be done; see `compute.build_local`. A packed rank has no use for `dtype`.
 
     Raises:
         ValueError: there is no such dtype or device (no weights were read then), or what `sharded.build` says.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    sharded = build(
-        open_checkpoint(path),
+    begun = perf_counter()
+    checkpoint = open_checkpoint(path)
+    sharded = build_local(
+        checkpoint,
         comm,
+        compute,
+        find_device(device),
         plan=plan,
-        dtype=DTYPES[dtype],
-        device=device,
         max_seq=max_seq,
-        replicate_embedding=replicate_embedding,
         hash_activations=hash_activations,
+        dtype=DTYPES[dtype],
+        replicate_embedding=replicate_embedding,
         compile=compile,
     )
-    return Model(sharded, load_tokenizer(path))
+    load_s = perf_counter() - begun
+    return Model(sharded, load_tokenizer(path), checkpoint.bytes_read, load_s)
 
 
-def _check_fit(ids: Sequence[int], cache: KVCache, taken: int) -> None:
+def _check_fit(ids: Sequence[int], cache: Cache, taken: int) -> None:
     if taken + len(ids) > cache.max_seq:
         raise ValueError(
             f"the prompt's {len(ids)} tokens don't fit the KV cache of {cache.max_seq} positions, {taken} of "
@@ -190,7 +204,7 @@ class _Run:
         model: Model,
         request: Request,
         ids: list[int],
-        cache: KVCache,
+        cache: Cache,
         on_text: Callable[[str], None] | None,
         on_token: Callable[[int], None] | None,
         started: float,
@@ -231,13 +245,7 @@ class _Run:
         return [_PREFILL_CHUNK] * whole + [rest] * (rest > 0)
 
     def _expected(self) -> Stats:
-        traffic = Traffic(
-            self.comm,
-            self.sharded.config.hidden_size,
-            self.sharded.reductions_per_step,
-            2 * self.n_candidates,
-            HEAD_RANK,
-        )
+        traffic = Traffic(self.comm, self.sharded.reduced_elements, 2 * self.n_candidates, HEAD_RANK)
         return Stats(
             prompt_tokens=len(self.request.ids),
             reused_tokens=len(self.request.ids) - len(self.ids),

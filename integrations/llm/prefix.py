@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hostring import Comm
-from hostring.integrations.llm.model.cache import KVCache
+from hostring.integrations.llm.compute import Cache
 
 
 class PrefixCache:
@@ -18,7 +18,7 @@ class PrefixCache:
         ids: of the positions that are known to be right. Empty while a generation runs: one that fails leaves nothing.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.ids: list[int] = []
 

@@ -42,7 +42,7 @@ class ShardedModel:
         device: what it computes on.
         reducer: where partial sums are added up.
         max_seq: positions that the KV cache holds.
-        reductions_per_step: reductions in one forward pass.
+        reduced_elements: of each reduction of one position's forward pass, in order.
         compiled: torch has compiled the layers.
         one_row: the short way for a single token, on CPUs; None elsewhere, and where the layers are compiled.
     """
@@ -55,12 +55,17 @@ class ShardedModel:
     device: torch.device
     reducer: HiddenReducer
     max_seq: int
-    reductions_per_step: int
+    reduced_elements: list[int]
     compiled: bool = False
     one_row: OneRow | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.one_row = OneRow(self.decoder) if self.device.type == "cpu" and not self.compiled else None
+
+    @property
+    def nbytes_held(self) -> int:
+        """Bytes of weights that this rank holds."""
+        return sum(parameter.nbytes for parameter in self.decoder.parameters())
 
     def new_cache(self, batch: int = 1) -> KVCache:
         """An empty KV cache for the heads that live here.
@@ -148,8 +153,8 @@ def build(
     _fill(decoder, checkpoint, plan, comm.rank, dtype, device, reducer, replicate_embedding)
     decoder.to(device)  # the tables and constants that are in no checkpoint
     n_reductions = 2 * config.num_hidden_layers + (0 if replicate_embedding else 1)
-    compiled = bool(compile)
-    model = ShardedModel(decoder.eval(), config, plan, comm, dtype, device, reducer, max_seq, n_reductions, compiled)
+    compiled, reduced = bool(compile), [config.hidden_size] * n_reductions
+    model = ShardedModel(decoder.eval(), config, plan, comm, dtype, device, reducer, max_seq, reduced, compiled)
     if compiled:
         _compile(model, compile if isinstance(compile, str) else "inductor")
     return model

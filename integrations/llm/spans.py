@@ -92,7 +92,7 @@ def measure_spans(model: ShardedModel, prompt: Sequence[int], steps: int = 8) ->
     Raises:
         ValueError: the embedding is split too: its reduction belongs to no layer.
     """
-    if model.reductions_per_step != 2 * model.config.num_hidden_layers:
+    if len(model.reduced_elements) != 2 * model.config.num_hidden_layers:
         raise ValueError("spans are measured with replicate_embedding=True")
     cache = model.new_cache()
     model.step(torch.tensor([list(prompt)]), cache)

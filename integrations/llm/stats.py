@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -103,25 +104,24 @@ class Traffic:
     """What forward passes cost on this rank, from the schedules alone.
 
     Attributes:
-        hidden_size: elements of one f32 hidden state.
-        reductions: all-reduces in one forward pass.
+        reduced_elements: f32 elements of each all-reduce of one position's forward pass.
         decided_elements: int32 elements that each rank brings to the decision after the last of the passes.
         head_rank: who decides.
     """
 
     comm: Comm
-    hidden_size: int
-    reductions: int
+    reduced_elements: Sequence[int]
     decided_elements: int
     head_rank: int
 
     def collectives(self, passes: Sequence[int]) -> int:
         """Calls for forward passes over these numbers of positions, and one decision."""
-        return len(passes) * self.reductions + 1
+        return len(passes) * len(self.reduced_elements) + 1
 
     def nbytes(self, passes: Sequence[int]) -> int:
         """Payload that this rank sends for them."""
         expected = self.comm.expected_payload
-        reduced = sum(expected("all_reduce", n * self.hidden_size, "float32") for n in passes)
+        counts = Counter(n * each for n in passes for each in self.reduced_elements)
+        reduced = sum(times * expected("all_reduce", n, "float32") for n, times in counts.items())
         decided = expected("decide", self.decided_elements, "int32", root=self.head_rank)
-        return int(self.reductions * reduced + decided)
+        return int(reduced + decided)

@@ -69,7 +69,7 @@ def prompt_ids(prompt: str) -> list[int]:
 @lru_cache
 def tokens_of_one_rank(prompt: str) -> list[int]:
     with hostring.init(0, 1) as comm:
-        return load_model(PATH, comm, max_seq=256).generate(prompt, max_tokens=64).tokens
+        return load_model(PATH, comm, max_seq=256, compute="exact").generate(prompt, max_tokens=64).tokens
 
 
 def test_weights_are_what_gguf_dequantises() -> None:
@@ -122,7 +122,7 @@ def test_64_greedy_tokens_are_those_of_one_rank(world_size: int, prompt: str, ru
     want = tokens_of_one_rank(prompt)
 
     def run(comm: hostring.Comm) -> list[int]:
-        tokens: list[int] = load_model(PATH, comm, max_seq=256).generate(prompt, max_tokens=64).tokens
+        tokens: list[int] = load_model(PATH, comm, max_seq=256, compute="exact").generate(prompt, max_tokens=64).tokens
         return tokens
 
     assert run_ranks(world_size, run) == [want] * world_size
@@ -159,9 +159,8 @@ def test_the_tokenizer_is_that_of_transformers() -> None:
 
 def test_unlike_ranks_write_english_and_share_their_activations(run_ranks: Ranks) -> None:
     def run(comm: hostring.Comm) -> Any:
-        model = load_model(
-            PATH, comm, dtype=("float16", "bfloat16", "float32")[comm.rank], max_seq=128, hash_activations=True
-        )
+        dtype = ("float16", "bfloat16", "float32")[comm.rank]
+        model = load_model(PATH, comm, dtype=dtype, max_seq=128, hash_activations=True, compute="exact")
         return model.generate(PROMPTS[0], max_tokens=16)
 
     for world_size in (2, 3):
@@ -170,6 +169,34 @@ def test_unlike_ranks_write_english_and_share_their_activations(run_ranks: Ranks
         assert all("Paris" in g.text for g in results)
         assert all(g.stats.bytes_per_token == g.stats.expected_bytes_per_token for g in results)
         assert all(g.stats.collectives_per_token == 2 * 30 + 1 for g in results)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_packed_ranks_write_the_text_of_one_whatever_their_number_and_dtype(prompt: str, run_ranks: Ranks) -> None:
+    def run(comm: hostring.Comm) -> Any:
+        dtype = ("float16", "bfloat16", "float32")[comm.rank]
+        model = load_model(PATH, comm, dtype=dtype, max_seq=256, hash_activations=True, compute="packed")
+        return model.generate(prompt, max_tokens=64)
+
+    alone = run(hostring.init(0, 1))
+    for world_size in (2, 3):
+        results = run_ranks(world_size, run, transport="tcp")
+        assert all(g.tokens == alone.tokens for g in results)
+        assert len({g.stats.activation_sha256 for g in results}) == 1
+        assert all(g.stats.bytes_per_token == g.stats.expected_bytes_per_token for g in results)
+
+
+def test_a_packed_rank_beside_an_exact_one_shares_its_sums(run_ranks: Ranks) -> None:
+    def run(comm: hostring.Comm) -> Any:
+        compute = "packed" if comm.rank == 1 else "exact"
+        model = load_model(PATH, comm, max_seq=128, hash_activations=True, compute=compute)
+        return type(model.sharded).__name__, model.generate(PROMPTS[1], max_tokens=12)
+
+    kinds, results = zip(*run_ranks(3, run), strict=True)
+    assert kinds == ("ShardedModel", "PackedModel", "ShardedModel")
+    assert len({g.stats.activation_sha256 for g in results}) == 1
+    assert len({g.text for g in results}) == 1
+    assert len(results[0].tokens) == 12
 
 
 def test_a_rank_reads_its_share_of_the_file(run_ranks: Ranks) -> None:

@@ -56,12 +56,13 @@ class GgufCheckpoint:
     Attributes:
         fields: the metadata.
         tensors: where each tensor lies.
+        mapped: the file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._data = map_file(path)
-        self.fields, self.tensors = read_header(path, self._data)
+        self.mapped = map_file(path)
+        self.fields, self.tensors = read_header(path, self.mapped)
         shapes = {name: info.shape for name, info in self.tensors.items()}
         self.config = config_from_gguf(path, self.fields, shapes)
         self.bytes_read = 0
@@ -115,7 +116,7 @@ class GgufCheckpoint:
 
     def _bytes(self, info: TensorInfo, rows: range, start: int, stop: int) -> npt.NDArray[np.uint8]:
         n_rows = info.shape[0] if len(info.shape) > 1 else 1
-        whole = np.frombuffer(self._data, np.uint8, n_rows * info.row_nbytes, info.offset).reshape(
+        whole = np.frombuffer(self.mapped, np.uint8, n_rows * info.row_nbytes, info.offset).reshape(
             n_rows, info.row_nbytes
         )
         raw = whole[rows.start : rows.stop, start:stop]

@@ -70,6 +70,14 @@ class HiddenReducer:
         self.clock.start()
         return partial
 
+    def reduce_array(self, partial: npt.NDArray[np.float32], total: Callable[[], npt.NDArray[np.float32]]) -> None:
+        """Sum a contiguous numpy array over ranks, in place. `total` makes one hidden state for each row of it, for the audit."""
+        self.clock.stop()
+        self.comm.all_reduce(partial)
+        if self.audit is not None:
+            self.audit.add(torch.from_numpy(total()))
+        self.clock.start()
+
     def reduce_row(self) -> Tensor:
         """Sum `row` over ranks, in place."""
         self.clock.stop()

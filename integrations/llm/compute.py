@@ -1,0 +1,158 @@
+"""How each rank computes: with the file's own blocks ("packed"), or with dequantised weights ("exact"). All ranks agree on it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hostring import Comm
+from hostring.integrations.llm.checkpoint.checkpoint import Checkpoint
+from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
+from hostring.integrations.llm.model.config import ModelConfig
+from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
+from hostring.integrations.llm.packed.decoder import units_of
+from hostring.integrations.llm.packed.library import Unavailable, load
+from hostring.integrations.llm.packed.model import build_packed
+from hostring.integrations.llm.packed.weights import unsupported
+from hostring.integrations.llm.sharded import build
+
+log = logging.getLogger("hostring")
+
+COMPUTES: Final = ("auto", "packed", "exact")
+
+
+class Cache(Protocol):
+    """Keys and values of one conversation; made by the model that uses it, and by no other's."""
+
+    length: int
+    max_seq: int
+
+    def truncate(self, length: int) -> None:
+        """Forget all positions from `length` on."""
+
+
+class LocalModel(Protocol):
+    """What one rank runs, whichever way it computes. See `ShardedModel` and `PackedModel`."""
+
+    comm: Comm
+    config: ModelConfig
+    plan: ShardPlan
+    dtype: torch.dtype
+    device: torch.device
+    reducer: HiddenReducer
+    max_seq: int
+    compiled: bool
+
+    @property
+    def nbytes_held(self) -> int:
+        """Bytes of weights that this rank holds, mapped or copied."""
+
+    @property
+    def reduced_elements(self) -> list[int]:
+        """Elements of each reduction of one row's step, in order."""
+
+    def new_cache(self, batch: int = 1) -> Any:
+        """An empty `Cache`."""
+
+    def step(self, tokens: Tensor, cache: Any) -> Tensor:
+        """Feed tokens, shape (1, seq); returns this rank's logits of the last one, shape (1, local vocabulary), f32."""
+
+    def move_to(self, comm: Comm) -> None:
+        """Go on in a rebuilt group, with the weights that are here."""
+
+
+@dataclass(frozen=True)
+class _Able:
+    """Whether a rank can decode packed: `why_not` is empty when it can and may."""
+
+    why_not: str
+    asked_for: bool
+
+
+def build_local(
+    checkpoint: Checkpoint,
+    comm: Comm,
+    compute: str,
+    device: torch.device,
+    *,
+    plan: ShardPlan | None,
+    max_seq: int | None,
+    hash_activations: bool,
+    compile: bool | str,
+    **exact: Any,
+) -> LocalModel:
+    """This rank's part of the model, computed as `compute` says. A collective: every rank calls it; ranks may ask for other ways.
+
+    Args:
+        compute: "packed" multiplies by the blocks of a GGUF file as they are, with activations rounded to 8 bits in blocks of 32,
+            as llama.cpp does; "exact" dequantises them. "auto" is packed where the rank can, and logs why it can't.
+        plan, max_seq, hash_activations, compile, exact: see `sharded.build`.
+
+    Raises:
+        ValueError: there is no such way; or this rank, or another one, was told to compute packed and can't.
+    """
+    able = _able(checkpoint, compute, device, plan, comm.world_size, bool(compile))
+    ways = comm.all_gather(np.array([not able.why_not, able.asked_for], np.int8)).reshape(-1, 2)
+    if able.asked_for and able.why_not:
+        raise ValueError(f"rank {comm.rank} can't compute packed: {able.why_not}")
+    refused = [rank for rank, (can, asked) in enumerate(ways) if asked and not can]
+    if refused:
+        raise ValueError(f"rank {refused[0]} was told to compute packed and can't; it says why")
+    if ways[:, 0].any() and plan is None and isinstance(checkpoint, GgufCheckpoint):
+        plan = units_of(checkpoint).shares(checkpoint.config, comm.world_size)
+    if not able.why_not:
+        return build_packed(
+            checkpoint,
+            comm,
+            plan=plan,
+            max_seq=max_seq,
+            hash_activations=hash_activations,
+            beside_exact=not ways[:, 0].all(),
+        )
+    if compute == "auto" and isinstance(checkpoint, GgufCheckpoint) and device.type == "cpu":
+        log.warning("hostring: rank %d computes with dequantised weights: %s", comm.rank, able.why_not)
+    return build(
+        checkpoint,
+        comm,
+        plan=plan,
+        device=device,
+        max_seq=max_seq,
+        hash_activations=hash_activations,
+        compile=compile,
+        **exact,
+    )
+
+
+def _able(
+    checkpoint: Checkpoint,
+    compute: str,
+    device: torch.device,
+    plan: ShardPlan | None,
+    world_size: int,
+    compiles: bool,
+) -> _Able:
+    if compute not in COMPUTES:
+        raise ValueError(f"compute={compute!r} is not one of {', '.join(COMPUTES)}")
+    asked_for = compute == "packed"
+    if compute == "exact":
+        return _Able("it was told to compute exact", False)
+    if device.type != "cpu":
+        return _Able(f"its weights are on {device}; packed kernels run on the CPU", asked_for)
+    if compiles:
+        return _Able("it was told to compile, and torch compiles exact compute only", asked_for)
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return _Able("only GGUF files hold weights that can be decoded packed", asked_for)
+    try:
+        units = units_of(checkpoint)
+        plan = units.shares(checkpoint.config, world_size) if plan is None else plan
+        units.groups_per_rank(plan), units.columns_per_rank(plan)
+        load()
+    except (ValueError, Unavailable) as exc:
+        return _Able(str(exc), asked_for)
+    return _Able(unsupported(checkpoint.tensors), asked_for)

@@ -1,0 +1,169 @@
+"""One rank's part of a packed decoder: its weights, and how its graphs are put together."""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
+from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.packed.check import check_formats
+from hostring.integrations.llm.packed.library import Pointer, Unavailable, load
+from hostring.integrations.llm.packed.memory import Arena
+from hostring.integrations.llm.packed.plan import UnitPlan
+from hostring.integrations.llm.packed.regions import Fold, LayerWeights
+from hostring.integrations.llm.packed.units import Span, Tree, fold_of, ranks_fold_it, slots_of
+from hostring.integrations.llm.packed.weights import PackedWeights, column_unit, unsupported
+
+MAX_CUTS_PER_LAYER = 64
+
+
+class PackedDecoder:
+    """What one rank computes with, apart from a conversation's cache.
+
+    Args:
+        checkpoint: the file; only this rank's part of it is read.
+        plan: who holds what. units: where row-parallel products may be cut.
+        threads: that compute.
+        beside_exact: other ranks compute exact, and know no units: this one brings a single sum, in an order of its own.
+
+    Attributes:
+        nbytes_held: bytes of the file that this rank holds, mapped or copied.
+        folds: (attention, MLP): what this rank brings to the reductions of a layer.
+        spare_memory: of conversations that have ended, by the positions that it holds.
+
+    Raises:
+        Unavailable: this file can't be decoded packed here; says why.
+    """
+
+    def __init__(
+        self,
+        checkpoint: GgufCheckpoint,
+        plan: ShardPlan,
+        units: UnitPlan,
+        rank: int,
+        threads: int = 1,
+        beside_exact: bool = False,
+    ) -> None:
+        if why := unsupported(checkpoint.tensors):
+            raise Unavailable(why)
+        self.ggml, self.threads = load(), threads
+        self.config, self.plan, self.rank = checkpoint.config, plan, rank
+        self._beside_exact = beside_exact
+        self.spare_memory: dict[int, deque[Any]] = {}
+        self.local = plan.local_config(checkpoint.config, rank)
+        self.arena = Arena(self.ggml)
+        data = np.frombuffer(checkpoint.mapped, np.uint8)
+        check_formats(self.ggml, data, checkpoint.tensors)
+        n_layers = self.config.num_hidden_layers
+        n_cuts = 3 + n_layers * (MAX_CUTS_PER_LAYER + 2 * len(units.columns))
+        self._weights = PackedWeights(self.arena, data, checkpoint.tensors, n_cuts)
+        self._tensors, self._units = checkpoint.tensors, units
+        self.folds = self._fold(units.groups_per_rank(plan)), self._fold(units.columns_per_rank(plan))
+        self._rope_divisors = self._divisors()
+        self.layers = [self._layer(n) for n in range(n_layers)]
+        self.embedding = self._weights.whole("token_embd.weight")
+        self.norm = self._weights.vector("output_norm.weight")
+        head = "output.weight" if "output.weight" in self._tensors else "token_embd.weight"
+        self.head = self._weights.rows(head, plan.vocab_of(rank))
+        self._read_ahead(checkpoint.mapped)
+
+    @property
+    def nbytes_held(self) -> int:
+        return self._weights.nbytes
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of the larger of the two reductions."""
+        return max(fold.n_slots for fold in self.folds)
+
+    def _fold(self, shares: Sequence[int]) -> Fold:
+        """What this rank brings to a reduction over units of which rank r holds `shares[r]`."""
+        if self._beside_exact:
+            held = range(shares[self.rank])
+            return Fold([(0, fold_of([(n, n + 1) for n in held], (0, len(held))))] if held else [], 1, 0)
+        slots = slots_of(shares)
+        spans = [span for spans in slots for span in spans]
+        first = sum(shares[: self.rank])
+        own = [(first + n, first + n + 1) for n in range(shares[self.rank])]
+        trees = [fold_of(_below(own, span), span) for span in slots[self.rank]]
+        trees = [_shifted(tree, span[0] - first) for tree, span in zip(trees, slots[self.rank], strict=True)]
+        if ranks_fold_it(slots):  # the all-reduce itself completes the tree
+            return Fold([(0, tree) for tree in trees], 1, 0)
+        number = sum(len(spans) for spans in slots[: self.rank])
+        return Fold([(number + n, tree) for n, tree in enumerate(trees)], len(spans), fold_of(spans, (0, sum(shares))))
+
+    def _layer(self, n: int) -> LayerWeights:
+        config, plan, rank, weights = self.config, self.plan, self.rank, self._weights
+        name = f"blk.{n}."
+        groups, columns = plan.groups_of(rank), plan.columns_of(rank)
+        group = config.group_heads * config.head_dim
+        q_rows = range(groups.start * group, groups.stop * group)
+        kv_rows = range(groups.start * config.head_dim, groups.stop * config.head_dim)
+        o_units = [range(u.start * group, u.stop * group) for u in self._units.groups if u.start in groups]
+        down_units = [unit for unit in self._units.columns if unit.start in columns]
+        layer = LayerWeights(
+            attention_norm=weights.vector(name + "attn_norm.weight"),
+            q=weights.rows(name + "attn_q.weight", q_rows),
+            k=weights.rows(name + "attn_k.weight", kv_rows),
+            v=weights.rows(name + "attn_v.weight", kv_rows),
+            o=weights.columns(name + "attn_output.weight", o_units),
+            mlp_norm=weights.vector(name + "ffn_norm.weight"),
+            gate=weights.rows(name + "ffn_gate.weight", columns),
+            up=weights.rows(name + "ffn_up.weight", columns),
+            down=weights.columns(name + "ffn_down.weight", down_units),
+        )
+        cuts = {"q": ("attn_q", q_rows), "k": ("attn_k", kv_rows), "v": ("attn_v", kv_rows)}
+        cuts |= {"gate": ("ffn_gate", columns), "up": ("ffn_up", columns)}
+        if rank == 0:
+            cuts |= {"o": ("attn_output", range(config.hidden_size)), "down": ("ffn_down", range(config.hidden_size))}
+        biases = {
+            key: weights.vector(f"{name}{stem}.bias", cut)
+            for key, (stem, cut) in cuts.items()
+            if f"{name}{stem}.bias" in self._tensors
+        }
+        return replace(
+            layer,
+            biases=biases,
+            q_norm=self._optional(name + "attn_q_norm.weight"),
+            k_norm=self._optional(name + "attn_k_norm.weight"),
+            rope_divisors=self._rope_divisors,
+        )
+
+    def _divisors(self) -> Pointer | None:
+        """What each rotary frequency is divided by, shape (head_dim / 2,), where the model says so."""
+        divisors = self.config.rope_scaling.divisors
+        return self._weights.constant(np.array(divisors, np.float32)) if divisors else None
+
+    def _optional(self, name: str) -> Pointer | None:
+        return self._weights.vector(name) if name in self._tensors else None
+
+    def _read_ahead(self, mapped: mmap.mmap) -> None:
+        """Read what this rank holds of the file now, so that the first token doesn't wait for the disk."""
+        data = np.frombuffer(mapped, np.uint8)
+        for start, nbytes in self._weights.held:
+            data[start : start + nbytes : mmap.PAGESIZE].sum()
+
+
+def _below(own: Sequence[Span], span: Span) -> list[Span]:
+    return [unit for unit in own if span[0] <= unit[0] and unit[1] <= span[1]]
+
+
+def _shifted(tree: Tree, by: int) -> Tree:
+    return tree + by if isinstance(tree, int) else (_shifted(tree[0], by), _shifted(tree[1], by))
+
+
+def units_of(checkpoint: GgufCheckpoint) -> UnitPlan:
+    """The units of a file: its cuts lie on the borders of its blocks.
+
+    Raises:
+        ValueError: its FFN columns are not whole blocks.
+    """
+    layers = range(checkpoint.config.num_hidden_layers)
+    o, down = ([f"blk.{n}.{stem}.weight" for n in layers] for stem in ("attn_output", "ffn_down"))
+    return UnitPlan.of(checkpoint.config, column_unit(checkpoint.tensors, o), column_unit(checkpoint.tensors, down))
