@@ -42,6 +42,12 @@ TopologyName = Annotated[str, typer.Option(help="auto, mesh, ring, star or tree;
 Compile = Annotated[
     str | None, typer.Option(help="Let torch compile the layers: on, off, or a backend; one for all, or one per rank.")
 ]
+Compute = Annotated[
+    str,
+    typer.Option(
+        help="packed: multiply by a GGUF file's blocks as they are; exact: dequantise them; auto: packed where possible."
+    ),
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.", dir_okay=False)]
 
 
@@ -84,6 +90,7 @@ def demo(
         ),
     ] = None,
     compile: Compile = None,
+    compute: Compute = "auto",
     rejoin_timeout: RejoinTimeout = 300.0,
     timeout: Annotated[float, typer.Option(min=0.1, help=_TIMEOUT_HELP)] = 120.0,
 ) -> None:
@@ -127,6 +134,7 @@ def generate(
     ] = False,
     stats: Annotated[bool, typer.Option(help="Print what it cost after the text.")] = True,
     compile: Compile = None,
+    compute: Compute = "auto",
     rejoin_timeout: RejoinTimeout = 300.0,
     timeout: Annotated[float | None, typer.Option(min=0.1, help=f"{_TIMEOUT_HELP} 120 by default.")] = None,
 ) -> None:

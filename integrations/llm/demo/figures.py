@@ -56,6 +56,10 @@ def _of_turn(model: RankModel, controls: Controls, turn: Turn, generation: Gener
         "expected_bytes_per_token": sum(r["expected_bytes_per_token"] for r in reports),
         "prefill_bytes": sum(r["prefill_bytes"] for r in reports),
         "expected_prefill_bytes": sum(r["expected_prefill_bytes"] for r in reports),
+        "compute": _compute([r["dtype"] for r in reports]),
+        "bytes_held": [r["bytes_held"] for r in reports],
+        "bytes_read": [r["bytes_read"] for r in reports],
+        "load_s": max((r["load_s"] for r in reports), default=0.0),
         "activation_sha256": [r["activation_sha256"] for r in reports],
         "devices": [r["device"] for r in reports],
         "per_rank": reports,
@@ -64,3 +68,9 @@ def _of_turn(model: RankModel, controls: Controls, turn: Turn, generation: Gener
     result["faults"] = faults(result)
     result["statement"] = statement(result | {"ranks": model.comm.world_size})
     return result
+
+
+def _compute(kinds: list[str]) -> str:
+    """What all ranks did, or "mixed"."""
+    packed = [kind == "packed" for kind in kinds]
+    return "packed" if all(packed) else "mixed" if any(packed) else "exact"

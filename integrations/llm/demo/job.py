@@ -12,6 +12,7 @@ from hostring.integrations.llm.model.shards import ShardPlan
 
 BUNDLED = Path(__file__).parents[1] / "tiny"
 DTYPE_NAMES = ("float16", "bfloat16", "float32")
+COMPUTES = ("auto", "packed", "exact")
 _MAX_UNCHECKED_RANKS = 8  # may be started to find out that the model has too few KV heads for them
 _COMPILE = {"off": "", "on": "inductor"}
 _SHORT = {"f16": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32"}
@@ -26,6 +27,7 @@ class Job:
         dtypes: what each rank computes in.
         devices: what each rank computes on; none where every rank says so for itself.
         compile: for each rank, the backend of `torch.compile`, "" for none; nothing where no rank compiles.
+        compute: "auto", "packed" or "exact", see `load_model`.
         prompts: answered one after the other; none for one that suits the model.
         chat: more of them come from the head rank's standard input, a line each, and all are one conversation.
             Otherwise
@@ -49,6 +51,7 @@ class Job:
     patience: float = 300.0
     devices: tuple[str, ...] = ()
     compile: tuple[str, ...] = ()
+    compute: str = "auto"
     topology: str = "auto"
     order: str = "rank"
     timeout: float = 120.0
@@ -56,6 +59,11 @@ class Job:
     def compile_of(self, rank: int) -> bool | str:
         """What `load_model` is told."""
         return self.compile[rank] or False if self.compile else False
+
+    def computes_in(self, rank: int) -> str:
+        """What is known of a rank's arithmetic before it has loaded: its dtype, "packed", or "" for one of the two."""
+        may_pack = self.compute != "exact" and self.model.lower().endswith(".gguf")
+        return self.dtypes[rank] if not may_pack else "packed" if self.compute == "packed" else ""
 
     @property
     def compiles(self) -> bool:
@@ -112,6 +120,8 @@ def make_job(
     if ranks is not None and ranks < 1:
         raise ValueError(f"{ranks} ranks: at least one is needed")
     _check_prompts(prompts)
+    if rest.get("compute", "auto") not in COMPUTES:
+        raise ValueError(f"compute {rest['compute']!r} is not one of {', '.join(COMPUTES)}")
     places = () if devices is None else tuple(name.strip() for name in devices.split(","))
     if ranks is None and len(places) > 1 and (dtypes is None or "," not in dtypes):
         ranks = len(places)

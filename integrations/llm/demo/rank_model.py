@@ -13,6 +13,7 @@ from hostring.integrations.llm.demo.job import Job
 from hostring.integrations.llm.generate import Generation, Model, load_model
 from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.sampling import Sampling
+from hostring.integrations.llm.packed.model import PackedModel
 from hostring.integrations.llm.request import HEAD_RANK
 
 Report = dict[str, Any]
@@ -59,6 +60,7 @@ class RankModel:
                 dtype=dtypes[comm.rank],
                 device=self.device,
                 hash_activations=True,
+                compute=self.job.compute,
                 compile=self.job.compile_of(comm.rank) if comm is self.comm else False,
             )
             self._loaded = dtypes, model
@@ -102,8 +104,15 @@ class RankModel:
         model.generate(ids, self.sampling, max_tokens=_WARM_UP_TOKENS)
 
     def _reports(self, comm: Comm, dtypes: tuple[str, ...], model: Model, found: Generation) -> list[Report]:
-        own = {"rank": comm.rank, "dtype": dtypes[comm.rank], "device": str(model.sharded.device)}
-        return gather(comm, {**own, "compiled": model.sharded.compiled, **found.stats.as_dict()})
+        part = model.sharded
+        own = {"rank": comm.rank, "dtype": computes_in(model, dtypes[comm.rank]), "device": str(part.device)}
+        loaded = {"bytes_held": part.nbytes_held, "bytes_read": model.bytes_read, "load_s": model.load_s}
+        return gather(comm, {**own, **loaded, "compiled": part.compiled, **found.stats.as_dict()})
+
+
+def computes_in(model: Model, dtype: str) -> str:
+    """What this rank computes in, for people: a packed rank has no use for its dtype."""
+    return "packed" if isinstance(model.sharded, PackedModel) else dtype
 
 
 def gather(comm: Comm, report: Report) -> list[Report]:

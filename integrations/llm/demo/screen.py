@@ -130,8 +130,9 @@ class Screen:
 
     def _named(self, rank: int) -> str:
         devices = self._job.devices
-        on = "" if set(devices) <= {"cpu"} else f", {devices[rank]}"
-        return f"rank {rank} ({self._job.dtypes[rank]}{on})"
+        known = [self._job.computes_in(rank), "" if set(devices) <= {"cpu"} else devices[rank]]
+        words = ", ".join(filter(None, known))
+        return f"rank {rank} ({words})" if words else f"rank {rank}"
 
     def _who(self) -> str:
         return ", ".join(f"{self._named(rank)}: {stage}" for rank, stage in enumerate(self._stages))
