@@ -16,6 +16,7 @@ from hostring.errors import HostringError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 FILE_COLUMNS: Final = 240
 """Width of tables that don't go to a terminal."""
@@ -95,6 +96,24 @@ def console() -> Console:
     if not found.is_terminal:
         found.width = FILE_COLUMNS
     return found
+
+
+def show_table(console: Console, table: Table) -> None:
+    """Print a table whole. Where it is wider than the terminal, its cells are listed: no figure is wrapped or cut."""
+    from rich.measure import Measurement
+
+    if Measurement.get(console, console.options.update(max_width=FILE_COLUMNS), table).maximum <= console.width:
+        console.print(table)
+        return
+    headings = [" ".join(str(column.header).split()) for column in table.columns]
+    if table.title:
+        console.print(table.title)
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        console.print(f"{headings[0]} {cells[0]}".strip(), markup=False, highlight=False)
+        for heading, cell in zip(headings[1:], cells[1:], strict=True):
+            console.print(f"  {heading}: {cell}", markup=False, highlight=False)
+    if table.caption:
+        console.print(table.caption)
 
 
 def need(module: str, extra: str, what: str) -> None:

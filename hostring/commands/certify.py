@@ -85,9 +85,9 @@ def certify(
 
     The exit code is 1 when any element on any rank is folded in another order than declared.
     """
-    from rich.console import Console
     from rich.progress import track
 
+    from hostring.command_line import console, show_table
     from hostring.group.contract import contract
     from hostring.topologies.proof import NotCertified, combinations
 
@@ -96,15 +96,15 @@ def certify(
     steps = [(line.prove, n) for line in lines for n in range(2, max_ranks + 1)]
     if links:
         steps += [(line.compare, n) for line in lines for n in range(2, max_ranks + 1)]
-    console = Console()
+    out = console()
     try:
-        for step, world_size in track(steps, "certifying", console=console, transient=True):
+        for step, world_size in track(steps, "certifying", console=out, transient=True):
             step(world_size)
     except NotCertified as exc:
-        console.print(f"NOT CERTIFIED: {exc}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"NOT CERTIFIED: {exc}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from exc
-    console.print(_table(lines, max_ranks, links))
-    console.print(_summary(lines, max_ranks, links, wire), highlight=False, soft_wrap=True)
+    show_table(out, _table(lines, max_ranks, links))
+    out.print(_summary(lines, max_ranks, links, wire), highlight=False, soft_wrap=True)
 
 
 def _table(lines: list[Line], max_ranks: int, links: bool) -> Table:

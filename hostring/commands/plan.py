@@ -91,31 +91,30 @@ def topology(
     json: Annotated[str, typer.Option(metavar="FILE", help="Write all prices to a file.")] = "",
 ) -> None:
     """Price an all-reduce on mesh, ring, star and tree, and say where the hub of a star has become the constraint."""
-    from rich.console import Console
-
     from hostring.bench.sizes import parse_sizes
+    from hostring.command_line import check_output, console, show_table
     from hostring.cost.network import ethernet, from_links, in_words, read_links
 
     low, high = parse_ranks(ranks)
     found = read_links(links) if links else None
     nbytes = parse_sizes(sizes)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 120  # for a file, where nothing is cut
+    out = console()
+    if json:
+        check_output(json, "--json")
     known = from_links(found, high) if found is not None else ethernet(high)
     source = f"the links in {links}" if links else "links that are assumed (describe yours by --links FILE)"
-    console.print(f"all prices are predicted, for {source}: {in_words(known)}", soft_wrap=True)
+    out.print(f"all prices are predicted, for {source}: {in_words(known)}", soft_wrap=True)
     points = []
     for size in nbytes:
-        with console.status(f"pricing {size} bytes"):
+        with out.status(f"pricing {size} bytes"):
             row = [
                 price_point(from_links(found, n) if found is not None else ethernet(n), size, order)
                 for n in range(low, high + 1)
             ]
         points += row
-        console.print(points_table(row))
+        show_table(out, points_table(row))
         for text in verdict(row):
-            console.print(text, soft_wrap=True)
+            out.print(text, soft_wrap=True)
     if json:
         _write(json, points)
 

@@ -24,9 +24,9 @@ def trace(
     last: Annotated[int, typer.Option(min=1, help="How many operations of each rank to list.")] = 10,
 ) -> None:
     """Show the last operations of each rank: what, how long, and for whom it waited."""
-    from rich.console import Console
     from rich.table import Table
 
+    from hostring.command_line import check_output, console, show_table
     from hostring.engine.recorder import chrome_trace
 
     documents = [
@@ -36,9 +36,9 @@ def trace(
     ]
     if not documents:
         raise ValueError(f"no hostring-*.json in {', '.join(map(str, files))}; run the ranks with HOSTRING_DUMP=DIR")
-    console = Console()
-    if not console.is_terminal:  # a file has room for all columns
-        console.width = max(console.width, 120)
+    if chrome is not None:
+        check_output(chrome, "--chrome")
+    out = console()
     for document in documents:
         title = f"{document['group']}, rank {document['rank']} of {document['world_size']}"
         table = Table(title=title, title_justify="left", caption=document["failure"], caption_justify="left")
@@ -50,12 +50,10 @@ def trace(
             words = (row["collective"], row["schedule"], row["dtype"])
             figures = (str(row[name]) for name in ("n_elements", "sent", "received"))
             table.add_row(str(row["seq"]), *words, *figures, *times, late)
-        console.print(table)
+        show_table(out, table)
     if chrome is not None:
         chrome.write_text(json.dumps(chrome_trace(documents)), encoding="utf-8")
-        console.print(
-            f"{sum(len(d['operations']) for d in documents)} operations of {len(documents)} ranks in {chrome}"
-        )
+        out.print(f"{sum(len(d['operations']) for d in documents)} operations of {len(documents)} ranks in {chrome}")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -155,14 +155,18 @@ def _spoken(speaks: bool) -> Iterator[tuple[Any, Any]]:
 
 
 def _show(console: Console, session: Session, found: Tuning, sizes: list[int], details: bool) -> None:
+    from hostring.command_line import show_table
     from hostring.group.host_info import usable_cores
 
     cores = len(usable_cores())
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > 2 * max(cores, session.world_size):
         console.print(f"the load of this machine is {os.getloadavg()[0]:.1f}: the figures include what else runs here")
-    console.print(links_table(found.network))
-    console.print(matrix(session, found, sizes))
-    console.print(errors_table(session, found, sizes, details))
+    for table in (
+        links_table(found.network),
+        matrix(session, found, sizes),
+        errors_table(session, found, sizes, details),
+    ):
+        show_table(console, table)
 
 
 def links_table(network: Network) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import select
@@ -11,9 +12,18 @@ import time
 
 import pytest
 import segno
+from rich.console import Console
+from rich.table import Table
 
+from hostring.command_line import show_table
+from hostring.commands.certify import Line
+from hostring.commands.certify import _table as certified
+from hostring.commands.plan import points_table, price_point
 from hostring.commands.qr import QUIET_ZONE, Terminal, qr_code
+from hostring.commands.tune import links_table
+from hostring.cost.network import ethernet
 from hostring.launch.token import Token
+from hostring.topologies.proof import combinations
 
 TOKEN = str(Token((("192.168.77.1", 9002), ("fd00::2", 9002)), 3, 1_800_000_000, bytes(range(16))))
 SIZE = segno.make(TOKEN, error="l").symbol_size(border=QUIET_ZONE)[0]
@@ -111,3 +121,47 @@ def test_a_cluster_s_token_in_a_file_has_no_escape_sequences() -> None:
     assert b"\x1b" not in done.stdout + done.stderr
     assert b"QR" not in done.stdout
     assert done.stdout.endswith(b"\n"), "what comes next begins a line of its own"
+
+
+def drawn(table: Table, columns: int) -> str:
+    file = io.StringIO()
+    show_table(Console(file=file, width=columns, force_terminal=True, color_system=None), table)
+    return file.getvalue()
+
+
+def tables() -> dict[str, Table]:
+    """One of each command that draws some."""
+    points = [price_point(ethernet(n), 1 << 20) for n in (2, 3)]
+    lines = [Line(*names) for names in list(combinations())[:2]]
+    for line in lines:
+        for n in (2, 3):
+            line.prove(n)
+    network = ethernet(3)
+    wide = Table(*"abcdefgh", title="wide", caption="the caption")
+    wide.add_row(*(f"{10 ** (k + 9) + k:,}" for k in range(8)))
+    return {
+        "plan": points_table(points),
+        "certify": certified(lines, 3, True),
+        "tune": links_table(network),
+        "wide": wide,
+    }
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+@pytest.mark.parametrize("name", ["plan", "certify", "tune", "wide"])
+def test_no_figure_is_wrapped_or_cut(name: str, columns: int) -> None:
+    table = tables()[name]
+    text = drawn(table, columns)
+    assert "\u2026" not in text
+    assert max(len(line) for line in text.splitlines()) <= columns
+    for column in table.columns:
+        for cell in map(str, column.cells):
+            for figure in re.findall(r"[\d.,]*\d", cell):
+                assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d,])", text), figure
+
+
+def test_a_table_that_fits_is_a_table_and_a_list_says_what_is_what() -> None:
+    wide = tables()["wide"]
+    assert "b: 10,000,000,001" in drawn(wide, 80)
+    assert "the caption" in drawn(wide, 80)
+    assert "b:" not in drawn(wide, 200)
