@@ -81,7 +81,7 @@ def certify(
         str, typer.Option(help="What contributions are rounded to: float32 (not at all), bfloat16 or mxint8.")
     ] = "float32",
 ) -> None:
-    """Prove in which order every all-reduce folds, then compare bits on real links.
+    """Prove every all-reduce's fold order, and compare bits on links.
 
     The exit code is 1 when any element on any rank is folded in another order than declared.
     """

@@ -35,13 +35,12 @@ def doctor(
     from hostring.launch.doctor import check_host, check_token
     from hostring.launch.link_check import check_peer
     from hostring.launch.token import Token
-    from hostring.transports.addresses import split_address
 
     if listen is not None:
         _answer(host, listen)
         return
     parsed = None if token is None else Token.parse(token)
-    addresses = [split_address(address) for address in peer or ()]
+    addresses = [_peer(address) for address in peer or ()]
     findings = list(check_host(ranks))
     if parsed is not None:
         findings.append(check_token(parsed))
@@ -52,11 +51,22 @@ def doctor(
         raise typer.Exit(1)
 
 
+def _peer(text: str) -> tuple[str, int]:
+    from hostring.transports.addresses import split_address
+
+    try:
+        return split_address(text)
+    except ValueError as exc:
+        raise ValueError(f"--peer {text!r}: {exc}; expected HOST:PORT") from None
+
+
 def _answer(host: str, port: int) -> None:
     """Answer other doctors until Ctrl-C."""
     from hostring.launch.link_check import Listener
     from hostring.transports.addresses import join_address
 
+    if not host:
+        raise ValueError("can't listen on --host '': give an address of this host")
     try:
         listener = Listener(host, port)
     except (OSError, OverflowError) as exc:

@@ -187,14 +187,10 @@ def points_table(row: list[Point]) -> Table:
 
     from hostring.bench.sizes import show
 
-    table = Table(
-        "ranks",
-        *_NAMES,
-        "best",
-        "hub is",
-        "limit",
-        title=f"all_reduce of {show(row[0].nbytes)} bytes, predicted milliseconds",
-    )
+    title = f"all_reduce of {show(row[0].nbytes)} bytes, predicted milliseconds"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("ranks", *_NAMES, "best", "hub is", "limit"):
+        table.add_column(heading, justify="right" if heading in ("ranks", *_NAMES) else "left")
     for point in _telling(row):
         cells = [f"{point.offers[n].seconds * 1e3:.3f}" if n in point.offers else "-" for n in _NAMES]
         part, share = point.hub

@@ -23,7 +23,7 @@ def trace(
     chrome: Annotated[Path | None, typer.Option(help="Write a trace for chrome://tracing or Perfetto here.")] = None,
     last: Annotated[int, typer.Option(min=1, help="How many operations of each rank to list.")] = 10,
 ) -> None:
-    """Show the last operations of each rank: what, how long, and for whom it waited."""
+    """Show each rank's last operations, and for whom it waited."""
     from rich.table import Table
 
     from hostring.command_line import check_output, console, show_table

@@ -62,7 +62,7 @@ def tune(
     output: Output = "",
     details: Details = False,
 ) -> None:
-    """Measure links and schedules, and print what will be chosen for every collective and size.
+    """Measure links and schedules, and keep what is fastest.
 
     Runs inside torchrun, mpirun, srun or hostring launch, on the hosts to be tuned; else it starts the ranks here.
     What was chosen is measured a second time. The exit code is 1 when that doesn't confirm it.

@@ -105,7 +105,7 @@ def test_help(argv: list[str]) -> None:
 def test_certify_plan_and_doctor() -> None:
     assert "certified" in shown(run("certify", "--max-ranks", "2", "--no-links"))
     table = shown(run("plan", "topology", "--ranks", "2..3", "--sizes", "4K"))
-    assert "+---" in table
+    assert "milliseconds" in table
     assert "?" not in table
     done = run("doctor", "-n", "1")
     assert b"Traceback" not in done.stderr
