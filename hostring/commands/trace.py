@@ -11,6 +11,8 @@ import typer
 _WORDS = ("collective", "schedule", "dtype")
 _COLUMNS = ("#", *_WORDS, "elements", "sent", "received", "us", "waited us", "for rank")
 
+_ROW = {"seq", "collective", "schedule", "dtype", "n_elements", "sent", "received", "seconds", "wait", "waited_for"}
+
 
 def add(app: typer.Typer) -> None:
     app.command()(trace)
@@ -61,7 +63,10 @@ def _read(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
         if not {"group", "rank", "world_size", "failure", "operations"} <= document.keys():
             raise ValueError("it lacks keys")
-    except (ValueError, AttributeError) as exc:
+        for row in document["operations"]:
+            if missing := _ROW - row.keys():
+                raise ValueError(f"an operation lacks {', '.join(sorted(missing))}")
+    except (ValueError, AttributeError, TypeError) as exc:
         raise ValueError(f"{path} is no flight record: {exc}") from exc
     result: dict[str, Any] = document
     return result

@@ -114,7 +114,18 @@ def test_certify_plan_and_doctor() -> None:
 
 def test_trace(tmp_path: Path) -> None:
     row = {"seq": 1, "collective": "all_reduce", "dtype": "float32", "n_elements": 4, "seconds": 1e-4, "wait": 0.0}
-    operations = [{**row, "waited_for": None, "schedule": "mesh", "nbytes": 16, "start": 0.0, "began": 0.0, "at": 0.0}]
+    operations = [
+        {
+            **row,
+            "waited_for": None,
+            "schedule": "mesh",
+            "sent": 16,
+            "received": 16,
+            "start": 0.0,
+            "began": 0.0,
+            "at": 0.0,
+        }
+    ]
     document = {"group": "caf\u00e9", "rank": 0, "world_size": 1, "failure": "\u2026", "operations": operations}
     file = tmp_path / "hostring-0.json"
     file.write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")

@@ -133,6 +133,16 @@ def test_a_wrong_line_is_one_error(tmp_path: Path, command: tuple[str, ...], arg
     assert [file.name for file in tmp_path.iterdir()] == ["script.py"]
 
 
+@pytest.mark.parametrize("operations", [[{}], [7], 7, [{"seq": 1}]])
+def test_a_flight_record_of_another_version_is_one_error(tmp_path: Path, operations: object) -> None:
+    file = tmp_path / "hostring-0.json"
+    record = {"group": "world", "rank": 0, "world_size": 2, "failure": "", "operations": operations}
+    file.write_text(json.dumps(record), encoding="utf-8")
+    done = ran(("hostring", "trace"), [str(file)])
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"{file} is no flight record" in done.stderr
+
+
 BLOCKED = """
 import sys
 class Blocked:
