@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from hostring.errors import HandshakeError
-from hostring.group.greeting import HELLO_S, Greeted, converse, say
+from hostring.group.greeting import HELLO_S, Greeted, converse, say_at_once
 from hostring.group.handshake import Hello, RefusedError, accept, compare_contracts, refusal
 from hostring.store.protocol import framed
 from hostring.store.streams import end
@@ -60,12 +60,14 @@ class Acceptor:
         greeted = self._greeted
         try:
             theirs, verdict = await converse(accept(self._own, self._admit, greeted.secret), sock)
-            if why := self._admit(theirs):  # asked and kept in one go: the peer may have dialled two of our addresses
+            # admitted, told and kept in one go: the peer may have dialled two of our addresses, and once all links are
+            # there nobody waits for a message that is still to be sent
+            if why := self._admit(theirs):
                 raise refusal("duplicate", why)
+            say_at_once(sock, verdict)
             if old := greeted.sockets.get((theirs.rank, theirs.kind)):
                 old.close()
             greeted.keep(sock, theirs)
-            await say(sock, verdict)
             compare_contracts(greeted.hello.rank, greeted.hello.contract, theirs.rank, theirs.contract)
         except RefusedError as exc:
             self._drop(who, str(exc), logging.DEBUG if exc.reason == "again" else logging.WARNING)

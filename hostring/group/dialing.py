@@ -44,9 +44,14 @@ class Dialer:
     async def dial_all(self, peer: int, kinds: Sequence[str]) -> None:
         """Make all links with one peer. What can't be mended by another attempt ends the start."""
         try:
-            address = await self._until_linked(peer, kinds[0], self._addresses[peer])
+            addresses = self._addresses[peer]
+            if _is_certain(addresses):  # then all links are made at once
+                found = await asyncio.gather(*(self._until_linked(peer, kind, addresses) for kind in kinds))
+                address = found[0]
+            else:
+                address = await self._until_linked(peer, kinds[0], addresses)
+                await asyncio.gather(*(self._until_linked(peer, kind, [address]) for kind in kinds[1:]))
             log.info("hostring: rank %d reaches rank %d at %s", self._rank, peer, show(address))
-            await asyncio.gather(*(self._until_linked(peer, kind, [address]) for kind in kinds[1:]))
         except Exception as exc:
             self._greeted.fail(exc)
 
@@ -123,6 +128,11 @@ class Dialer:
         finally:
             if not kept:
                 sock.close()
+
+
+def _is_certain(addresses: Sequence[Address]) -> bool:
+    """Whether one address is tried alone: the only one, or one on this host, which answers or is not there at all."""
+    return len(addresses) == 1 or any(host.startswith("@") for host, _ in addresses[:1])
 
 
 def show(address: Address) -> str:

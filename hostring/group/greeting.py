@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from hostring.group.handshake import MAX_HELLO_BYTES, Hello, Protocol
+from hostring.store.protocol import framed
 from hostring.store.streams import receive, send
 from hostring.transports.link import LinkKey
 
@@ -74,6 +75,12 @@ async def _converse(protocol: Protocol, sock: socket.socket) -> tuple[Hello, byt
         return result
 
 
-async def say(sock: socket.socket, message: bytes) -> None:
-    """Send the last message of a hello, within `HELLO_S`."""
-    await asyncio.wait_for(send(sock, message), HELLO_S)
+def say_at_once(sock: socket.socket, message: bytes) -> None:
+    """Send the last message of a hello: some tens of bytes, for which a fresh socket has room.
+
+    Raises:
+        OSError: it has not.
+    """
+    data = framed(message)
+    if sock.send(data) != len(data):
+        raise OSError("the socket did not take the last message of the hello")
