@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import socket
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -23,7 +27,8 @@ from hostring.group.handshake import (
     compare_contracts,
     dial,
 )
-from hostring.group.peer_info import PeerInfo, this_peer
+from hostring.group.peer_info import Entry, PeerInfo, this_peer
+from hostring.group.roster import Roster
 from hostring.store.protocol import checked_nbytes, framed, pack, prove, proves, typed, typed_fields, unpack
 from hostring.store.streams import receive, send
 
@@ -223,7 +228,7 @@ def test_a_duplicate_is_refused_before_the_proof() -> None:
     assert refused.value.reason == "duplicate"
 
 
-def test_of_two_links_that_prove_themselves_at_once_one_is_kept() -> None:
+def test_of_two_links_that_prove_themselves_at_once_one_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     """A slow peer dials a second address of ours beside the first. If we kept both, it might use the one we closed."""
 
     async def both() -> None:
@@ -255,7 +260,28 @@ def test_of_two_links_that_prove_themselves_at_once_one_is_kept() -> None:
             for sock in pair:
                 sock.close()
 
+    caplog.set_level(logging.DEBUG)
     asyncio.run(both())
+    dropped = [r.levelno for r in caplog.records if "dropped a caller" in r.getMessage()]
+    assert dropped == [logging.DEBUG], "a second attempt of the same start is no news"
+
+
+def test_a_machine_of_another_byte_order_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read by the store where there is one, and in the hello of a static ring."""
+    from hostring.group.config import Config
+    from hostring.group.start import Start
+
+    with contextlib.ExitStack() as undo:
+        ours = Start(Config(world_size=2), {"order": "rank"}, undo).contract
+        monkeypatch.setattr("sys.byteorder", {"little": "big", "big": "little"}[sys.byteorder])
+        theirs = Start(Config(world_size=2, rank=1), {"order": "rank"}, undo).contract
+    by_a, by_d, _ = converse(dial(hello(1, contract=theirs), 0, SECRET), acceptor(hello(0, contract=ours)))
+    expected = r"rank 0 has byte_order='\w+', rank 1 has byte_order='\w+'; numbers travel as they lie in memory"
+    with pytest.raises(HandshakeError, match=expected):
+        compare_contracts(0, by_d.contract, 1, by_a.contract)
+    little = Entry(0, 2, bytes(16), "tcp", ours, INFO)
+    with pytest.raises(HandshakeError, match=expected):
+        Roster("world", b"", little, [little, replace(little, rank=1, contract=theirs)]).check()
 
 
 def test_another_rank_than_the_dialled_one_is_refused() -> None:

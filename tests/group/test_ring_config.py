@@ -19,6 +19,7 @@ from ranks import free_port, free_ports, side_by_side
 from hostring.errors import HandshakeError, RendezvousError
 from hostring.group.config import Config, from_environment
 from hostring.group.group import Group, connect
+from hostring.transports.addresses import interfaces, is_loopback
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -128,3 +129,16 @@ def test_ring_config_port_in_use_and_names_that_do_not_resolve() -> None:
         connect(lost, neighbours=next_one, contract=CONTRACT)
     with pytest.raises(ValueError, match="transport='unix' has no use for"):
         connect(replace(config, transport="unix"), neighbours=next_one, contract=CONTRACT)
+
+
+@pytest.mark.skipif(all(is_loopback(i.host) for i in interfaces()), reason="this host has no other address")
+def test_ring_config_without_a_secret_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    outward = next(i.host for i in interfaces() if not is_loopback(i.host) and ":" not in i.host)
+    ports = free_ports(3)
+    rings = [ring_config(ports, r, secret=b"") for r in range(3)]
+    groups = form([replace(c, ring=replace(c.ring, right_ip=outward)) for c in rings if c.ring], neighbours=next_one)
+    talk(groups)
+    close_all(groups)
+    warnings = [r.getMessage() for r in caplog.records if "without a secret" in r.getMessage()]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("hostring: rank 0 listens on ")
