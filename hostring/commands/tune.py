@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,21 +75,26 @@ def tune(
     _start_ranks(ranks, pin)
     os.environ["HOSTRING_TUNING"] = "off"  # what is tuned are the defaults, not what an earlier run left
     import hostring
+
+    group = hostring.init(topology=topology, order=order, transport=transport)
+    with group as comm, _spoken(comm.rank == 0) as (console, say):
+        found, doubts = _measure(comm.session, nbytes, trials, seconds, rounds, say)
+        if comm.rank == 0:
+            _show(console, comm.session, found, nbytes, details)
+            _keep(console, comm.session, found, output, doubts, save)
+    if doubts and save is None:
+        raise typer.Exit(1)
+
+
+def _measure(
+    session: Session, nbytes: list[int], trials: bool, seconds: float, rounds: int, say: Callable[[str], None]
+) -> tuple[Tuning, list[str]]:
+    """What was found, and why it should not be kept."""
     from hostring.tuning.recheck import recheck
     from hostring.tuning.trial import tune as tune_group
 
-    with (
-        hostring.init(topology=topology, order=order, transport=transport) as comm,
-        _spoken(comm.rank == 0) as (console, say),
-    ):
-        session = comm.session
-        found = tune_group(session, sizes=nbytes, measured=trials, seconds=seconds, rounds=rounds, say=say)
-        doubts = recheck(session, found, nbytes, seconds, say)
-        if comm.rank == 0:
-            _show(console, session, found, nbytes, details)
-            _keep(console, session, found, output, doubts, save)
-    if doubts and save is None:
-        raise typer.Exit(1)
+    found = tune_group(session, sizes=nbytes, measured=trials, seconds=seconds, rounds=rounds, say=say)
+    return found, recheck(session, found, nbytes, seconds, say)
 
 
 def _start_ranks(ranks: int | None, pin: bool) -> None:
