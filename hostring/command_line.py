@@ -1,4 +1,4 @@
-"""What every command does alike: output that any terminal can show, errors in one line, checks before the work starts."""
+"""What all commands share: output that any terminal can show, errors in one line, checks before the work starts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ascii_form(character: str) -> str:
 
 
 def _encode_anyway(error: UnicodeError) -> tuple[str | bytes, int]:
-    """A codec error handler: writes a character that the encoding lacks in ASCII, and "?" where there is no such form."""
+    """A codec error handler: writes a character that the encoding lacks in ASCII, or as "?"."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     character = error.object[error.start]

@@ -31,7 +31,7 @@ class Line:
 
     Attributes:
         wire: what the group declares.
-        certificates: by world size. Each is of a buffer that divides evenly and is one segment: it holds the plain costs.
+        certificates: by world size. Each is of a buffer of one segment that divides evenly: it holds the plain costs.
         elements: how many were proven, on all ranks together.
         on_links: how many results were compared.
     """

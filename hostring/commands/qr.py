@@ -54,7 +54,7 @@ def qr_code(text: str, terminal: Terminal) -> list[str]:
 
 
 def _drawn(rows: Sequence[Sequence[bool]], colour: bool) -> list[str]:
-    """Two rows of modules in each line. With colours dark is black on white; without, light is drawn and dark is left out."""
+    """Two rows of modules in each line. With colours, dark is black on white; without, only light modules are drawn."""
     light = [False] * len(rows[0])
     pairs = zip(rows[::2], [*rows[1::2], *([light] if len(rows) % 2 else [])], strict=True)
     if not colour:

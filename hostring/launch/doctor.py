@@ -1,4 +1,4 @@
-"""Checks of this host and of a join token. Each says what was found and, where this host can change it, what to change."""
+"""Checks of this host and of a join token. Each says what was found and, where that is possible, what to change."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _IPV4 = "/proc/sys/net/ipv4"
 
 @dataclass(frozen=True)
 class Finding:
-    """One check. "look" is something to think about, "bad" something that will not work; `advice` says what to change."""
+    """One check. "look" is something to think about, "bad" something that fails; `advice` says what to change."""
 
     verdict: Verdict
     what: str

@@ -7,7 +7,7 @@ import signal
 
 
 def exit_code(returncode: int) -> int:
-    """What a shell reports for a child that `subprocess` says ended with `returncode`: 128 + n for one killed by signal n."""
+    """What a shell reports for a child with this `returncode` of `subprocess`: 128 + n for one killed by signal n."""
     return 128 - returncode if returncode < 0 else returncode
 
 

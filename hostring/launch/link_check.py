@@ -1,4 +1,4 @@
-"""Checks of the way to another host: `hostring doctor --listen` answers there, `hostring doctor --peer` measures here."""
+"""Checks the way to another host: `hostring doctor --listen` answers there, `hostring doctor --peer` measures here."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _bulk(sock: socket.socket, name: str) -> Finding:
 
 
 class Listener:
-    """The other end of `check_peer`: answers on `host` and `port` until closed. Sends nothing unasked, keeps nothing."""
+    """The other end of `check_peer`: answers on `host` and `port` until closed. It only sends what was asked for."""
 
     def __init__(self, host: str, port: int) -> None:
         self._socket = listen_at(host, port)

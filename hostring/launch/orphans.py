@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def end_with_launcher() -> None:
-    """Have the kernel end this process by SIGTERM when the `hostring launch` that started it dies. Works on Linux only."""
+    """Have the kernel end this process by SIGTERM when the launcher that started it dies. Works on Linux only."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or sys.platform != "linux" or str(os.getppid()) != launcher:
         return

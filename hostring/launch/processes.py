@@ -36,7 +36,7 @@ class Rank:
     process: subprocess.Popen[bytes]
 
     def returncode(self) -> int | None:
-        """How it ended, None while it runs. Leaves the process unreaped where possible, so that its number stays taken."""
+        """How it ended, None while it runs. The process stays unreaped where possible: its number stays taken."""
         process = self.process
         if process.returncode is not None or not hasattr(os, "waitid"):
             return process.poll()
