@@ -39,6 +39,15 @@ TopP = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of the head rank's random numbers.")]
 TopologyName = Annotated[str, typer.Option(help="auto, mesh, ring, star or tree; a tree folds in its own order.")]
+Ranks = Annotated[
+    int | None, typer.Option(min=1, help="How many rank processes; 2, or as many as --dtypes or --device names.")
+]
+Controls = Annotated[
+    bool | None,
+    typer.Option(
+        help="Also run on one rank alone, and with one dtype on all ranks. Done by default, but not with --chat."
+    ),
+]
 Compile = Annotated[
     str | None, typer.Option(help="Let torch compile the layers: on, off, or a backend; one for all, or one per rank.")
 ]
@@ -57,9 +66,7 @@ def add(app: typer.Typer) -> None:
 
 
 def demo(
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="How many rank processes; 2, or as many as --dtypes or --device names.")
-    ] = None,
+    ranks: Ranks = None,
     dtypes: Annotated[
         str | None,
         typer.Option(help="What each rank computes in: float16, bfloat16, float32; one for all, or one per rank."),
@@ -83,12 +90,7 @@ def demo(
     top_p: TopP = 0.95,
     seed: Seed = 0,
     json_file: Json = None,
-    controls: Annotated[
-        bool | None,
-        typer.Option(
-            help="Also run on one rank alone, and with one dtype on all ranks. Done by default, but not with --chat."
-        ),
-    ] = None,
+    controls: Controls = None,
     compile: Compile = None,
     compute: Compute = "auto",
     rejoin_timeout: RejoinTimeout = 300.0,
