@@ -23,7 +23,7 @@ def generated(compiling: int | None, backend: str, comm: hostring.Comm) -> Any:
     warnings.simplefilter("ignore")  # of torch's compiler
     torch.set_num_threads(1)
     model = load_model(BUNDLED, comm, hash_activations=True, compile=backend if comm.rank == compiling else False)
-    comm.barrier(timeout=100.0)
+    comm.barrier(timeout=max(100.0, comm.timeout))
     found = model.generate(PROMPT, Sampling(), max_tokens=TOKENS)
     return found.tokens, found.stats.activation_sha256, found.stats.wrong_steps, model.sharded.compiled
 

@@ -116,12 +116,10 @@ def test_chat_on_the_command_line_remembers_until_it_is_told_not_to(tmp_path: Pa
 
 @pytest.mark.skipif(GGUF is None, reason="HOSTRING_TEST_GGUF names no file")
 @pytest.mark.timeout(600)
-def test_the_real_model_remembers_a_name(run_ranks: Ranks) -> None:
-    def run(comm: hostring.Comm) -> Any:
-        talk, head = Conversation(load_model(str(GGUF), comm, max_seq=256)), comm.rank == 0
-        talk.ask("My name is Zebulon. Please say hello to me." if head else None, Sampling(), max_tokens=24)
-        return talk.ask("What is my name?" if head else None, Sampling(), max_tokens=24)
-
-    for answer in run_ranks(2, run):
-        assert "Zebulon" in answer.text
-        assert answer.stats.reused_tokens > 20
+def test_the_real_model_remembers_a_name() -> None:
+    with hostring.init(0, 1) as comm:
+        talk = Conversation(load_model(str(GGUF), comm, max_seq=256))
+        talk.ask("My name is Zebulon. Please say hello to me.", Sampling(), max_tokens=24)
+        answer = talk.ask("What is my name?", Sampling(), max_tokens=24)
+    assert "Zebulon" in answer.text
+    assert answer.stats.reused_tokens > 20
