@@ -30,7 +30,10 @@ class OperationTimeout(HostringError, TimeoutError):
 
 
 class CollectiveMismatch(HostringError, ConnectionError):
-    """Two ranks called different things. The message describes both sides. `rank` is the other side."""
+    """Two ranks called different things. The message describes both sides.
+
+    `rank` is the one whose call differs from that of most ranks; the other side where there is no such one.
+    """
 
 
 class ProtocolError(HostringError, ConnectionError):

@@ -15,6 +15,7 @@ from hostring.bench.cases import Case, case
 from hostring.bench.contenders import Call, Contender
 from hostring.bench.measure import Session
 from hostring.bench.truth import Array
+from hostring.engine.counters import blamed
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def _row(
     waiting = np.zeros(comm.world_size)
     for peer, seconds in waited.items():
         waiting[peer] = seconds
-    comm.all_reduce(waiting)
+    waiting = blamed(comm.all_gather(waiting))
     mine = np.array([statistics.median(tokens), np.quantile(tokens, 0.99), tokens.min()])
     middle, late, least = comm.all_reduce(mine, "max").tolist()
     every = comm.all_gather(calls).reshape(-1)

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+import numpy as np
+
+from hostring.arrays.dtypes import Array
 from hostring.engine.frames import HEADER_BYTES
 from hostring.engine.program import Program
 from hostring.engine.receiving import Pipe
@@ -110,3 +113,16 @@ class Counters:
             "seconds": self.seconds,
             "waited_for": self.waited_for,
         }
+
+
+def blamed(waits: Array) -> Array:
+    """Seconds for which each rank kept others waiting. What two ranks waited for each other cancels.
+
+    Args:
+        waits: seconds that rank r waited for rank p, at [r, p]; shape (ranks, ranks).
+
+    Returns:
+        shape (ranks,).
+    """
+    seconds: Array = np.maximum(waits - waits.T, 0.0).sum(axis=0)
+    return seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -61,6 +61,19 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
+
+
+def waits_most_for(rank: int, waited_for: Mapping[int, Mapping[int, float]]) -> tuple[int | None, float]:
+    """The rank that kept `rank` waiting longest, and for how many seconds; (None, 0.0) when none did.
+
+    What two ranks waited for each other cancels, so that of two at most one is named.
+
+    Args:
+        waited_for: of each rank, as in `Stats`.
+    """
+    net = {peer: s - waited_for.get(peer, {}).get(rank, 0.0) for peer, s in waited_for.get(rank, {}).items()}
+    peer, seconds = max(net.items(), key=lambda item: item[1], default=(None, 0.0))
+    return (peer, seconds) if seconds > 0 else (None, 0.0)
 
 
 @contextmanager

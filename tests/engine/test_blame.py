@@ -9,8 +9,10 @@ import pytest
 
 from hostring import CollectiveMismatch, OperationTimeout
 from hostring.engine.control import Control
+from hostring.engine.counters import blamed
 from hostring.engine.frames import Call
 from hostring.engine.waits import State, Waiting, odd_one_out
+from hostring.integrations.llm.stats import waits_most_for
 from hostring.transports import memory
 
 
@@ -126,6 +128,18 @@ def test_all_wait_for_one_and_all_name_it(run_ranks, late):
         if rank != late:
             assert isinstance(r, OperationTimeout), r
             assert r.rank == late, str(r)
+
+
+def test_of_two_ranks_that_wait_for_each_other_one_is_named():
+    """Each waits a little for the other in every call; only the difference tells who is slow."""
+    assert blamed(np.array([[0.0, 0.0145], [0.0143, 0.0]])).round(6).tolist() == [0.0, 0.0002]
+    assert blamed(np.zeros((3, 3))).tolist() == [0.0, 0.0, 0.0]
+    slow = np.array([[0.0, 0.1, 2.0], [0.1, 0.0, 3.0], [0.5, 0.5, 0.0]])
+    assert blamed(slow).tolist() == [0.0, 0.0, 4.0]
+    waits = {0: {1: 0.0145}, 1: {0: 0.0143}}
+    assert waits_most_for(1, waits) == (None, 0.0)
+    assert waits_most_for(0, waits) == (1, pytest.approx(0.0002))
+    assert waits_most_for(2, waits) == (None, 0.0)
 
 
 def test_a_rank_asked_twice_answers_its_present_call():

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from hostring.integrations.llm.demo.verdict import kind
+from hostring.integrations.llm.stats import waits_most_for
 
 _FIGURES = (
     ("decode tokens/s", "decode_tokens_per_s", "{:,.1f}"),
@@ -80,9 +81,10 @@ def _time(result: dict[str, Any]) -> Table:
     phases = ("compute", "stage", "wait", "transfer", "fold", "rest")
     steps = max(1, len(result["tokens"]) - 1)
     table = _table("\nµs per decoded token", *(f"\n{phase}" for phase in phases), "\nwaits most for")
+    waits = {r["rank"]: {int(peer): s for peer, s in r["waited_for"].items()} for r in result["per_rank"]}
     for r in result["per_rank"]:
-        peer, seconds = max(r["waited_for"].items(), key=lambda item: item[1], default=(None, 0.0))
-        whom = f"rank {peer} {1e6 * seconds / steps:,.0f}" if seconds > 0 else "-"
+        peer, seconds = waits_most_for(r["rank"], waits)
+        whom = "-" if peer is None else f"rank {peer} {1e6 * seconds / steps:,.0f}"
         table.add_row(
             _rank(r, result), *(f"{1e6 * r['seconds'].get(phase, 0.0) / steps:,.0f}" for phase in phases), whom
         )
