@@ -1,0 +1,54 @@
+"""Whoever drives the messages looks again before it sleeps: often where that pays, seldom where it doesn't."""
+
+from __future__ import annotations
+
+from hostring.engine.control import Control
+from hostring.engine.message_driver import MessageDriver
+
+
+class Traffic:
+    """Nothing comes while somebody looks, but for the looks in `arrivals`. Counts the looks before each sleep."""
+
+    def __init__(self, arrivals: set[int] = frozenset()) -> None:
+        self.rank, self.cause = 0, None
+        self.arrivals = arrivals
+        self.looks = 0
+        self.before_sleeps: list[int] = []
+        self._since = 0
+
+    def move(self) -> bool:
+        self.looks += 1
+        return self.looks in self.arrivals
+
+    def expire(self) -> None:
+        self.before_sleeps.append(self.looks - self._since)
+
+    def arm(self, poller) -> list[float]:
+        return [0.0]  # a deadline that has passed: the sleep ends at once
+
+    def awake(self, events) -> None:
+        self._since = self.looks
+
+
+def sleeps(arrivals: set[int], n_sleeps: int) -> list[int]:
+    traffic = Traffic(arrivals)
+    driver = MessageDriver(traffic, Control(0, {}))
+    driver._drive(lambda: len(traffic.before_sleeps) >= n_sleeps, None)
+    driver.close(0.0)
+    return traffic.before_sleeps
+
+
+def test_looking_in_vain_is_given_up_step_by_step():
+    looked = sleeps(set(), 12)
+    assert looked[0] > 100
+    assert looked == sorted(looked, reverse=True)
+    assert looked[-1] < 10
+
+
+def test_looking_that_pays_is_kept():
+    """Once bytes come while it looks, it looks as long as before."""
+    before = sum(sleeps(set(), 8))
+    arrivals = {before + 50 + 3 * k for k in range(12)}
+    looked = sleeps(arrivals, 40)
+    assert min(looked[:8]) < 10
+    assert max(looked[8:]) > 100
