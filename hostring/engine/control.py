@@ -20,7 +20,6 @@ from hostring.transports.link import Link
 PROBE_SECONDS: Final = 0.4  # how long a sleeping rank may take to say whom it waits for, and a live host to acknowledge
 GRACE_SECONDS: Final = 0.3  # how long an operation may stand still after some rank has died
 SETTLE_SECONDS: Final = 0.5  # how long a first cause may take to arrive after a link has broken
-VOTE_SECONDS: Final = 1.5  # how long ranks may take to say what they call, when calls differ
 MAX_SLEEP_SECONDS: Final = 1.0
 
 
@@ -166,6 +165,7 @@ class Control:
         Args:
             mine: the call that failed, if it is known.
         """
+        self.waiting = mine or self.waiting
         if isinstance(failure, PeerLostError) and failure.rank in self._peers:
             peer = self._peers[failure.rank]
             self._listen_until(lambda: peer.gone is not None, SETTLE_SECONDS)
@@ -181,12 +181,14 @@ class Control:
         return failure
 
     def _vote(self, failure: HostringError, mine: Waiting) -> HostringError:
-        """`failure` of two ranks whose calls differ: ask the others which of the two is the odd one out."""
-        world_size = len(self._peers) + 1
+        """`failure` of two ranks whose calls differ: ask the others which of the two is the odd one out.
+
+        Nobody is waited for who is in a call of another number, or in none: deadlines of other ranks may be near.
+        """
+        header, world_size = mine.header(), len(self._peers) + 1
         if world_size == 2:
             return failure
-        header = mine.header()
-        self.waiting = mine
+        self._states = {peer: s for peer, s in self._states.items() if s.seq == mine.seq and s.header}
         self._tell_all(mine.to_body())
         self._tell_all({"what": "probe"})
 
@@ -195,9 +197,11 @@ class Control:
             return {**told, self._rank: header}
 
         def decided() -> bool:
-            return len(calls()) == world_size or odd_one_out(calls(), world_size) is not None
+            if odd_one_out(calls(), world_size) is not None:
+                return True
+            return all(peer in self._states or link.gone is not None for peer, link in self._peers.items())
 
-        self._listen_until(decided, VOTE_SECONDS)
+        self._listen_until(decided, PROBE_SECONDS)
         known = calls()
         return self.cause or odd_one_out(known, world_size) or odd_one_out(known, len(known)) or failure
 
