@@ -20,6 +20,7 @@ from hostring.transports.link import Link
 PROBE_SECONDS: Final = 0.4  # how long a sleeping rank may take to say whom it waits for, and a live host to acknowledge
 GRACE_SECONDS: Final = 0.3  # how long an operation may stand still after some rank has died
 SETTLE_SECONDS: Final = 0.5  # how long a first cause may take to arrive after a link has broken
+VOTE_SECONDS: Final = 1.0  # how long ranks that are in no call yet may take to say what they call
 MAX_SLEEP_SECONDS: Final = 1.0
 
 
@@ -201,7 +202,7 @@ class Control:
                 return True
             return all(peer in self._states or link.gone is not None for peer, link in self._peers.items())
 
-        self._listen_until(decided, PROBE_SECONDS)
+        self._listen_until(decided, VOTE_SECONDS)
         known = calls()
         return self.cause or odd_one_out(known, world_size) or odd_one_out(known, len(known)) or failure
 

@@ -62,6 +62,7 @@ def test_so_it_is_where_ranks_reach_only_their_neighbours(run_ranks, topology, o
     for odd in range(world_size):
 
         def body(comm, odd=odd):
+            comm.barrier()
             comm.all_reduce(ones(9 if comm.rank == odd else 8))
             comm.barrier()
 
