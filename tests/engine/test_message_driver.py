@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hostring.engine.control import Control
 from hostring.engine.message_driver import MessageDriver
+from hostring.engine.work import Work
 
 
 class Traffic:
@@ -30,10 +33,21 @@ class Traffic:
         self._since = self.looks
 
 
+class Until(Work):
+    """Complete when it is said to be."""
+
+    def __init__(self, completed: Callable[[], bool]) -> None:
+        super().__init__("a test")
+        self.completed = completed
+
+    def is_completed(self) -> bool:
+        return self.completed()
+
+
 def sleeps(arrivals: set[int], n_sleeps: int) -> list[int]:
     traffic = Traffic(arrivals)
     driver = MessageDriver(traffic, Control(0, {}))
-    driver._drive(lambda: len(traffic.before_sleeps) >= n_sleeps, None)
+    driver.help(Until(lambda: len(traffic.before_sleeps) >= n_sleeps))
     driver.close(0.0)
     return traffic.before_sleeps
 
