@@ -1,3 +1,5 @@
+"""The hello: who is let in, who is refused, and why."""
+
 from __future__ import annotations
 
 import asyncio
@@ -5,12 +7,12 @@ import contextlib
 import logging
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import msgpack
 import pytest
+from hellos import INFO, SECRET, VALUES, acceptor, converse, hello, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,69 +22,14 @@ from hostring.group.greeting import Greeted
 from hostring.group.handshake import (
     MAX_HELLO_BYTES,
     PROTOCOL,
-    Hello,
-    Protocol,
     RefusedError,
-    accept,
     compare_contracts,
     dial,
 )
-from hostring.group.peer_info import Entry, PeerInfo, this_peer
+from hostring.group.peer_info import Entry, PeerInfo
 from hostring.group.roster import Roster
-from hostring.store.protocol import checked_nbytes, framed, pack, prove, proves, typed, typed_fields, unpack
+from hostring.store.protocol import framed, pack, prove, unpack
 from hostring.store.streams import receive, send
-
-SECRET = b"a secret of the group"
-INFO = this_peer([])
-LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary() | st.text()
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
-
-
-def hello(rank: int, **changes: Any) -> Hello:
-    fields: dict[str, Any] = {
-        "group": b"g" * 16,
-        "session": bytes([rank % 256]) * 16,
-        "world_size": 3,
-        "rank": rank,
-        "kind": "data",
-        "contract": {"order": "rank"},
-        "info": INFO,
-    }
-    return Hello(**{**fields, **changes})
-
-
-def acceptor(
-    mine: Hello, secret: bytes = SECRET, admit: Callable[[Hello], str | None] = lambda theirs: None
-) -> Protocol:
-    def own(kind: str) -> Hello:
-        return Hello(**{**vars(mine), "kind": kind})
-
-    return accept(own, admit, secret)
-
-
-def converse(dialler: Protocol, answerer: Protocol) -> tuple[Hello, Hello, list[bytes]]:
-    """Carry the four messages by hand. Returns what A and D learned, and the messages."""
-    assert next(answerer) == b""
-    wire = [next(dialler)]
-    wire.append(answerer.send(wire[-1]))
-    wire.append(dialler.send(wire[-1]))
-    with pytest.raises(StopIteration) as accepted:
-        answerer.send(wire[-1])
-    learned_by_a, verdict = accepted.value.value
-    wire.append(verdict)
-    with pytest.raises(StopIteration) as dialled:
-        dialler.send(verdict)
-    return learned_by_a, dialled.value.value[0], wire
-
-
-def refusal(protocol: Protocol, *messages: bytes) -> RefusedError:
-    """Feed `messages`, of which the last must be refused."""
-    next(protocol)
-    for message in messages[:-1]:
-        protocol.send(message)
-    with pytest.raises(RefusedError) as refused:
-        protocol.send(messages[-1])
-    return refused.value
 
 
 def test_both_sides_learn_who_the_other_is() -> None:
@@ -342,52 +289,3 @@ def test_any_msgpack_value_as_a_description_of_a_rank_is_read_or_refused(value: 
     except ValueError:
         return
     assert read.hostname == wire["hostname"]
-
-
-def test_lengths_are_checked_before_they_are_believed() -> None:
-    assert framed(b"abc") == b"\x03\0\0\0abc"
-    assert checked_nbytes(b"\x03\0\0\0", 3) == 3
-    with pytest.raises(ValueError, match="4294967295 bytes was announced, the limit is 4096"):
-        checked_nbytes(b"\xff\xff\xff\xff", 4096)
-    with pytest.raises(ValueError, match="can't be put into a message"):
-        pack({"x": object()}, 100)
-    with pytest.raises(ValueError, match="not a message of hostring"):
-        unpack(b"\xc1")
-
-
-def test_fields_are_of_their_own_type_and_never_converted() -> None:
-    assert typed([b"a", 5], 1, int) == 5
-    for packed, key, kind, message in (
-        ([b"a", 5], 0, int, "0 is no int"),
-        ([b"a", True], 1, int, "1 is no int"),
-        ({"n": 10**9}, "n", bytes, "'n' is no bytes"),
-        ([b"a"], 1, int, "1 is missing"),
-        ({}, "n", int, "'n' is missing"),
-        (None, "n", int, "'n' is missing"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            typed(packed, key, kind)
-    kinds: dict[str, Any] = {"n": int, "names": [str]}
-    assert typed_fields({"n": 5, "names": ["a"], "more": 1}, kinds) == {"n": 5, "names": ["a"]}
-    for packed, message in (
-        ({"n": "5", "names": []}, "'n' is no int"),
-        ({"names": []}, "'n' is missing"),
-        ({"n": 5, "names": "a"}, "'names' is no list of str"),
-        ({"n": 5, "names": ["a", 1]}, "'names' is no list of str"),
-        ([5, []], "not a dict of fields"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            typed_fields(packed, kinds)
-
-
-def test_proofs_bind_role_parts_and_secret() -> None:
-    proof = prove(b"s", "dialer", b"ab", b"c")
-    assert proves(proof, b"s", "dialer", b"ab", b"c")
-    for secret, role, *parts in (
-        (b"t", "dialer", b"ab", b"c"),
-        (b"s", "acceptor", b"ab", b"c"),
-        (b"s", "dialer", b"a", b"bc"),
-    ):
-        assert not proves(proof, secret, role, *parts)
-    assert not proves(None, b"s", "dialer")
-    assert not proves("text", b"s", "dialer")
