@@ -71,8 +71,8 @@ class Counters:
     def seconds(self) -> dict[str, float]:
         """By phase.
 
-        "stage" is copying and casting between the caller's arrays and host memory, "wait" is the time in which nothing came,
-        "fold" is arithmetic, "transfer" is the rest of the collective.
+        "stage" is copying and casting between the caller's arrays and host memory, "wait" is the time in which nothing
+        came, "fold" is arithmetic, "transfer" is the rest of the collective.
         """
         return dict(zip(PHASES, self.phases, strict=True))
 

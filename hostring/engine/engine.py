@@ -166,8 +166,7 @@ class Engine:
                 )
                 exchange.run()
                 waiting += exchange.waited
-                late = exchange.late if exchange.late >= 0 else late
-                done = exchange.steps_done
+                late, done = exchange.late if exchange.late >= 0 else late, exchange.steps_done
                 received += sum([i.size - HEADER_BYTES for i in stage.incoming])
             if done < len(stage.steps):
                 before = perf_counter()

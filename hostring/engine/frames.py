@@ -43,7 +43,7 @@ class Call:
     """Which collective this is: the same on every rank, or the call is a mismatch.
 
     Attributes:
-        kind: what the payload must be: the code of the wire dtype for a reduction, a `kind_code` for data that only moves.
+        kind: what the payload must be: the code of the wire dtype of a reduction, a `kind_code` for data that moves.
         detail: the root of a rooted collective, or a checksum of uneven counts or of a list's arrays, or 0.
         n_elements: of the whole buffer; of one rank's share where the shares are even.
         schedule: the code of topology and variant.

@@ -103,8 +103,8 @@ class Work:
 class Turns:
     """Runs the operations of one group one after the other, in the order in which they came, over all threads.
 
-    A blocking call runs in its own thread when nothing is queued. Queued calls are carried out by whoever waits for them,
-    else by one daemon thread. It starts with the first asynchronous call and looks once in a millisecond, because most
+    A blocking call runs in its own thread when nothing is queued. Queued calls are carried out by whoever waits for
+    them, else by one daemon thread. It starts with the first asynchronous call and looks once in a millisecond, because most
     calls are waited for at once, and waking a thread costs several times as much as a small collective.
 
     Attributes:
@@ -122,7 +122,7 @@ class Turns:
         self._parked = False
 
     def run(self, job: Callable[..., Any], what: str, *args: Any) -> Any:
-        """Run `job(*args)` on this thread if it is its turn now, or if this thread has the turn; else queue it and wait."""
+        """Run `job(*args)` here if it is its turn now, or if this thread has the turn; else queue it and wait."""
         if self.holder == get_ident():
             return job(*args)
         if not self.queued and self.turn.acquire(blocking=False):
