@@ -58,8 +58,6 @@ MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 40  # its docstring apart
 
 LONG_FUNCTIONS = {
-    "commands.model.demo": "typer reads the options of a command from the parameters of its function",
-    "commands.model.generate": "as above",
     "engine.engine.Engine.run": "the hot path: a call in between would cost more than its arithmetic",
     "engine.engine.Engine.run_direct": "as above",
 }
