@@ -67,7 +67,7 @@ def test_the_culprit_is_named_and_its_traceback_comes_first(tmp_path: Path) -> N
     exceptions = re.findall(r"^(?:KeyError|hostring\.errors\.\w+): .*", done.stderr, re.MULTILINE)
     assert exceptions[0] == "KeyError: 'the cause'", done.stderr
     assert all(line.startswith("hostring.errors.") for line in exceptions[1:])
-    assert done.stderr.count('ranks.py", line 1') >= 3, "each rank shows where it was"
+    assert done.stderr.count('ranks.py", line ') >= 3, "each rank shows where it was"
 
 
 LEAVES = """
