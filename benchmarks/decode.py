@@ -9,9 +9,9 @@
 All processes are started once and load their weights once. Each has one core and one thread, but for llama.cpp with
 more threads.
 They take turns, round by round, so that what else this machine does hits all of them; a process whose turn it is not
-waits for its standard input. Reported are medians over rounds; ratios are medians of the ratios of each round. llama.cpp
-takes part where the model is a GGUF file and xllamacpp is installed. Greedy decoding: one rank and several must write the
-same tokens, or the exit code is 1.
+waits for its standard input. Reported are medians over rounds; ratios are medians of the ratios of each round.
+llama.cpp takes part where the model is a GGUF file and xllamacpp is installed. Greedy decoding: one rank and several
+must write the same tokens, or the exit code is 1.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def table(contenders: Sequence[Contender]) -> list[str]:
     llama = next((c for c in contenders if c.label == "llama.cpp, 1 thread"), None)
     width = max(len(c.label) for c in contenders)
     lines = [
-        f"{'':<{width}}  {'decode':>9} {'x 1 rank':>9} {'x llama.cpp':>12}  {'prefill':>9} {'x 1 rank':>9} {'x llama.cpp':>12}"
+        f"{'':<{width}}  {'decode':>9} {'x 1 rank':>9} {'x llama.cpp':>12}  "
+        f"{'prefill':>9} {'x 1 rank':>9} {'x llama.cpp':>12}"
     ]
     lines.append(f"{'':<{width}}  {'tokens/s':>9} {'':>9} {'1 thread':>12}  {'tokens/s':>9} {'':>9} {'1 thread':>12}")
     for contender in contenders:

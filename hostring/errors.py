@@ -1,6 +1,7 @@
 """All exceptions.
 
-Misuse of the API is a `ValueError` or `TypeError` raised before a byte moves; what happens on the wire is a `HostringError`.
+Misuse of the API is a `ValueError` or `TypeError` raised before a byte moves; what happens on the wire is a
+`HostringError`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ Compile = Annotated[
 Compute = Annotated[
     str,
     typer.Option(
-        help="packed: multiply by a GGUF file's blocks as they are; exact: dequantise them; auto: packed where possible."
+        help="packed: multiply by a GGUF file's own blocks; exact: dequantise them; auto: packed where possible."
     ),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.", dir_okay=False)]

@@ -128,7 +128,8 @@ class Program:
         self.direct = Direct.of(self)
 
     def adapt(self) -> tuple[int, int]:
-        """Follow a peer that has changed its dtype in the last run. Returns that run's payload bytes sent and received."""
+        """Follow a peer that has changed its dtype in the last run. Returns that run's payload bytes sent and
+        received."""
         self.binding.changed = False
         self.direct = Direct.of(self)
         rows = self.binding.traffic().values()

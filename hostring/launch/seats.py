@@ -1,7 +1,7 @@
 """Who has which rank of a cluster that is still open, as its store says.
 
-A rank is a seat. A process takes the lowest free one, under a name of its own, and shows signs of life while it waits for
-the others. A seat whose process left, or fell silent, is free again.
+A rank is a seat. A process takes the lowest free one, under a name of its own, and shows signs of life while it waits
+for the others. A seat whose process left, or fell silent, is free again.
 """
 
 from __future__ import annotations

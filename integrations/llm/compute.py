@@ -1,4 +1,5 @@
-"""How each rank computes: with the file's own blocks ("packed"), or with dequantised weights ("exact"). All ranks agree on it."""
+"""How each rank computes: with the file's own blocks ("packed"), or with dequantised weights ("exact"). All ranks
+agree on it."""
 
 from __future__ import annotations
 
@@ -87,24 +88,21 @@ def build_local(
     compile: bool | str,
     **exact: Any,
 ) -> LocalModel:
-    """This rank's part of the model, computed as `compute` says. A collective: every rank calls it; ranks may ask for other ways.
+    """This rank's part of the model, computed as `compute` says. A collective: every rank calls it; ranks may ask for
+    other ways.
 
     Args:
-        compute: "packed" multiplies by the blocks of a GGUF file as they are, with activations rounded to 8 bits in blocks of 32,
-            as llama.cpp does; "exact" dequantises them. "auto" is packed where the rank can, and logs why it can't.
+        compute: "packed" multiplies by the blocks of a GGUF file as they are, with activations rounded to 8 bits in
+            blocks of 32, as llama.cpp does; "exact" dequantises them. "auto" is packed where the rank can, and logs
+        why it can't.
         plan, max_seq, hash_activations, compile, exact: see `sharded.build`.
 
     Raises:
         ValueError: there is no such way; or this rank, or another one, was told to compute packed and can't.
     """
     able = _able(checkpoint, compute, device, plan, comm.world_size, bool(compile))
-    ways = comm.all_gather(np.array([not able.why_not, able.asked_for], np.int8)).reshape(-1, 2)
-    if able.asked_for and able.why_not:
-        raise ValueError(f"rank {comm.rank} can't compute packed: {able.why_not}")
-    refused = [rank for rank, (can, asked) in enumerate(ways) if asked and not can]
-    if refused:
-        raise ValueError(f"rank {refused[0]} was told to compute packed and can't; it says why")
-    if ways[:, 0].any() and plan is None and isinstance(checkpoint, GgufCheckpoint):
+    packed = _agree(comm, able)
+    if any(packed) and plan is None and isinstance(checkpoint, GgufCheckpoint):
         plan = units_of(checkpoint).shares(checkpoint.config, comm.world_size)
     if not able.why_not:
         return build_packed(
@@ -113,7 +111,7 @@ def build_local(
             plan=plan,
             max_seq=max_seq,
             hash_activations=hash_activations,
-            beside_exact=not ways[:, 0].all(),
+            beside_exact=not all(packed),
         )
     if compute == "auto" and isinstance(checkpoint, GgufCheckpoint) and device.type == "cpu":
         log.warning("hostring: rank %d computes with dequantised weights: %s", comm.rank, able.why_not)
@@ -127,6 +125,21 @@ def build_local(
         compile=compile,
         **exact,
     )
+
+
+def _agree(comm: Comm, mine: _Able) -> list[bool]:
+    """Which ranks compute packed.
+
+    Raises:
+        ValueError: a rank was told to and can't; on every rank.
+    """
+    ways = comm.all_gather(np.array([not mine.why_not, mine.asked_for], np.int8)).reshape(-1, 2)
+    if mine.asked_for and mine.why_not:
+        raise ValueError(f"rank {comm.rank} can't compute packed: {mine.why_not}")
+    refused = [rank for rank, (can, asked) in enumerate(ways) if asked and not can]
+    if refused:
+        raise ValueError(f"rank {refused[0]} was told to compute packed and can't; its own error says why")
+    return [bool(can) for can, _ in ways]
 
 
 def _able(

@@ -161,8 +161,8 @@ def load_model(
         hash_activations: keep a running sha256 of the reduced hidden states, and check that they are used.
         compile: let torch compile the layers while the model is loaded; or the name of a backend of `torch.compile`.
             Ranks may differ; the others wait for this one in their first collective, up to its timeout.
-        compute: "packed" multiplies by the blocks of a GGUF file as they are, "exact" dequantises them, "auto" is packed where
-            that can be done; see `compute.build_local`. A packed rank has no use for `dtype`.
+        compute: "packed" multiplies by the blocks of a GGUF file as they are, "exact" dequantises them, "auto" is
+            packed where that can be done; see `compute.build_local`. A packed rank has no use for `dtype`.
 
     Raises:
         ValueError: there is no such dtype or device (no weights were read then), or what `sharded.build` says.

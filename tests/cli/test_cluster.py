@@ -142,7 +142,8 @@ def waiting(token: Token, name: str, **kwargs: Any) -> tuple[Any, threading.Thre
 def test_a_joined_machine_waits_for_the_last_one_whatever_its_own_timeout(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Times are a twentieth: a rank is silent after 0.25 s, a start times out after 0.5 s, the last joins after 1.5 s."""
+    """Times are a twentieth: a rank is silent after 0.25 s, a start times out after 0.5 s, the last joins after 1.5
+    s."""
     monkeypatch.setattr(seats, "SILENT_S", 0.25)
     monkeypatch.setenv("HOSTRING_TIMEOUT", "0.5")
     opened: list[Any] = []

@@ -35,7 +35,8 @@ def test_every_operation_leaves_a_line(run_ranks: Any) -> None:
 
 
 def test_a_line_names_the_schedule_and_the_bytes(run_ranks: Any) -> None:
-    """The same bytes as the counters: in the short form, in several rounds, and when a peer's dtype makes them fewer."""
+    """The same bytes as the counters: in the short form, in several rounds, and when a peer's dtype makes them
+    fewer."""
 
     def body(comm: hostring.Comm) -> list[tuple[Any, ...]]:
         found = []

@@ -1,4 +1,5 @@
-"""Every array that reaches the engine or a message link is made flat and base-class, once: no loop can turn without progress."""
+"""Every array that reaches the engine or a message link is made flat and base-class, once: no loop can turn without
+progress."""
 
 from __future__ import annotations
 

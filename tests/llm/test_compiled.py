@@ -62,7 +62,8 @@ def test_one_rank_compiles_to_machine_code(
 
 def test_the_command_line_says_which_ranks_compile() -> None:
     common: dict[str, Any] = {
-        "model": None, "prompts": (), "max_tokens": 8, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "controls": False,
+        "model": None, "prompts": (), "max_tokens": 8, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0,
+        "controls": False,
     }  # fmt: skip
     job = make_job(ranks=2, dtypes=None, compile="off,on", **common)
     assert [job.compile_of(rank) for rank in range(2)] == [False, "inductor"]

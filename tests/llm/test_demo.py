@@ -186,7 +186,8 @@ RUN: dict[str, Any] = {
         {
             "rank": r, "collectives_per_token": 9.0, "expected_collectives_per_token": 9, "bytes_per_token": 5128.0,
             "expected_bytes_per_token": 5128, "prefill_collectives": 9, "expected_prefill_collectives": 9,
-            "prefill_bytes": 9000, "expected_prefill_bytes": 9000, "wrong_steps": 0, "seconds": {"compute": 0.25, "wait": 0.75},
+            "prefill_bytes": 9000, "expected_prefill_bytes": 9000, "wrong_steps": 0,
+            "seconds": {"compute": 0.25, "wait": 0.75},
         }
         for r in range(2)
     ],

@@ -1,4 +1,5 @@
-"""Packed weights: ggml's products of the file's own blocks, against gguf's dequantisation; the same bits on 1, 2, 3 and 5 ranks."""
+"""Packed weights: ggml's products of the file's own blocks, against gguf's dequantisation; the same bits on 1, 2, 3
+and 5 ranks."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ def distance(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
 def test_logits_are_those_of_the_dequantised_weights(
     family: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Activations are rounded to blocks of 8 bits (of 16 for F16 and BF16, and in the cache): that is the difference allowed."""
+    """Activations are rounded to blocks of 8 bits (of 16 for F16 and BF16, and in the cache): that is the difference
+    allowed."""
     monkeypatch.setattr(gguf.quants, "quantize", _quantize_with(gguf.quants.quantize))
     path = write_gguf(packable_model(family, tied=family != "qwen2"), tmp_path / "m.gguf", kind)
     ids, logits = greedy(path, hostring.init(0, 1))

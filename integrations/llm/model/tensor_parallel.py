@@ -71,7 +71,8 @@ class HiddenReducer:
         return partial
 
     def reduce_array(self, partial: npt.NDArray[np.float32], total: Callable[[], npt.NDArray[np.float32]]) -> None:
-        """Sum a contiguous numpy array over ranks, in place. `total` makes one hidden state for each row of it, for the audit."""
+        """Sum a contiguous numpy array over ranks, in place. `total` makes one hidden state for each row of it, for
+        the audit."""
         self.clock.stop()
         self.comm.all_reduce(partial)
         if self.audit is not None:
@@ -211,7 +212,8 @@ class RowParallelLinear(nn.Module):
         return apply
 
     def bind_buffers(self, x: Tensor) -> Call:
-        """A call that writes `forward(x)` into the row of the reducer. x: (1, inputs), f32 values rounded to the dtype."""
+        """A call that writes `forward(x)` into the row of the reducer. x: (1, inputs), f32 values rounded to the
+        dtype."""
         multiply, reduce_row = _bound(x, self.weight, self.bias, self.reducer.row), self.reducer.reduce_row
 
         def apply() -> None:

@@ -28,7 +28,8 @@ class Sums(Protocol):
         """The stream of a step begins with `x`, shape (rows, hidden)."""
 
     def reduce(self, slots: npt.NDArray[np.float32], completes: Tree) -> None:
-        """Add `slots`, shape (slots, rows, hidden), up over the ranks, in place; `completes` is how the model folds them."""
+        """Add `slots`, shape (slots, rows, hidden), up over the ranks, in place; `completes` is how the model folds
+        them."""
 
     def end(self, x: npt.NDArray[np.float32]) -> None:
         """The stream of the step ends with `x`."""
@@ -90,7 +91,8 @@ class _Step:
 
 
 class _Memory:
-    """Keys and values of one conversation, and the graphs that were made over them. It serves one cache after another."""
+    """Keys and values of one conversation, and the graphs that were made over them. It serves one cache after
+    another."""
 
     def __init__(self, decoder: PackedDecoder, max_seq: int) -> None:
         config = decoder.local

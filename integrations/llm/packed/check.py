@@ -1,4 +1,4 @@
-"""Before a file is decoded packed: products of its own blocks are compared with gguf's dequantisation, one matrix per format."""
+"""Compares ggml with gguf before a file is decoded packed: products of the file's own blocks, one matrix per format."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class PackedDecoder:
         checkpoint: the file; only this rank's part of it is read.
         plan: who holds what. units: where row-parallel products may be cut.
         threads: that compute.
-        beside_exact: other ranks compute exact, and know no units: this one brings a single sum, in an order of its own.
+        beside_exact: other ranks compute exact and know no units, so this one brings a single sum, in its own order.
 
     Attributes:
         nbytes_held: bytes of the file that this rank holds, mapped or copied.

@@ -24,8 +24,8 @@ class Graph:
 class Backend:
     """ggml's CPU backend: how many threads compute, and with which kernels.
 
-    With `use_ref`, kernels don't choose another order of additions for many rows, so that a chunk of any length gives the bits of its
-    rows one by one. Plans freeze it.
+    With `use_ref`, kernels don't choose another order of additions for many rows. So a chunk of any length gives the
+    bits of its rows one by one. A plan keeps the setting that it was made with.
     """
 
     def __init__(self, arena: Arena, threads: int) -> None:

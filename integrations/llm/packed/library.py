@@ -1,7 +1,7 @@
-"""The ggml inside the wheel of `xllamacpp`, bound by ctypes: found, its symbols and its tensor layout checked before use.
+"""The ggml inside the wheel of `xllamacpp`, bound by ctypes.
 
-Nothing of this is a promised interface of that package. So everything that is relied on is checked when it is loaded, and
-`Unavailable` says what is missing; the caller then computes with dequantised weights, and says that it does.
+Nothing of this is a promised interface of that package. So its symbols and the layout of its tensors are checked when
+it is loaded, and `Unavailable` says what is missing. The caller then computes with dequantised weights, and says so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, Final
 
 PACKAGE: Final = "xllamacpp"
 MIN_VERSION, NEXT_VERSION = (2026, 10), (2026, 11)
-"""Releases from the first to before the second were tried. Earlier ones give a chunk of a prompt other bits than its rows."""
+"""The first release that was tried, and the next one that was not. Earlier ones give a chunk of a prompt other bits
+than its rows one by one."""
 
 OBJECT_NBYTES: Final = 32  # of the header that a context puts before each tensor
 

@@ -1,4 +1,5 @@
-"""Where row-parallel products are cut into units, the same for every number of ranks, and plans whose shares are whole units."""
+"""Where row-parallel products are cut into units, for any number of ranks alike, and plans whose shares are whole
+units."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class UnitPlan:
 
     @staticmethod
     def of(config: ModelConfig, group_block: int, column_block: int) -> UnitPlan:
-        """A unit for each KV-head group, and as many of the MLP with a cut in its middle, so that 2 ranks are balanced too.
+        """A unit for each KV-head group, and as many of the MLP, with a cut in its middle too: that balances 2 ranks.
 
         Args:
             group_block: inputs of the output projection that no cut may divide, such as a quantisation block.
@@ -55,8 +56,9 @@ class UnitPlan:
         """
         if world_size > len(self.groups):
             raise ValueError(
-                f"{world_size} ranks are more than the {len(self.groups)} parts into which this file's attention can be cut "
-                f"({config.num_key_value_heads} KV-head groups on block borders); use at most {len(self.groups)} ranks, or compute exact"
+                f"{world_size} ranks are more than the {len(self.groups)} parts into which this file's attention can "
+                f"be cut ({config.num_key_value_heads} KV-head groups on block borders); use at most "
+                f"{len(self.groups)} ranks, or compute exact"
             )
         vocab = apportion(config.vocab_size, [1.0] * world_size)
         return ShardPlan(_cut(self.groups, world_size), _cut(self.columns, world_size), vocab)

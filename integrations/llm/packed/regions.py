@@ -1,7 +1,9 @@
-"""A decoder layer as two ggml graphs, each from one reduction to the next. Shapes are written as ggml has them: [columns, rows].
+"""A decoder layer as two ggml graphs, each from one reduction to the next. Shapes are as ggml has them: [columns,
+rows].
 
-The attention region adds what the ranks have summed to the residual stream, normalises it, makes queries, keys and values, writes
-the cache, attends, and makes the partial products of the output projection; the MLP region does the same for gate, up and down.
+The attention region adds what the ranks have summed to the residual stream and normalises it. It makes queries, keys
+and values, writes the cache, attends, and makes the partial products of the output projection. The MLP region does the
+same for gate, up and down.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Exchange:
 
     Attributes:
         x: the residual stream, shape (rows, hidden). slots: partial sums, shape (slots, rows, hidden).
-        ids, positions, index: of the new rows. mask: shape (rows, cached), what each row may see; None for a single row.
+        ids, positions, index: of the new rows.
+        mask: shape (rows, cached), what each row may see; None for a single row.
     """
 
     x: npt.NDArray[np.float32]

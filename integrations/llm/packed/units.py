@@ -1,9 +1,10 @@
 """How partial sums are made and folded so that the result doesn't depend on who holds what.
 
-A region's row-parallel product is made per *unit*, one after another along the inputs: a KV-head group in attention, a
-block of FFN columns in the MLP. The units are folded in one balanced binary tree that the model fixes; its left half is the
-largest power of two below the count, as in hostring's order="tree". A rank holds a run of units. It folds what lies wholly inside
-to the maximal complete subtrees and brings one *slot* for each; the slots of all ranks complete the tree after they are exchanged.
+A region's row-parallel product is made per *unit* of its inputs: a KV-head group in attention, a run of FFN columns
+in the MLP. The units are folded in one balanced binary tree that the model fixes; its left half is the largest power
+of two below the count, as in hostring's order="tree". A rank holds a run of units. It folds them to the maximal
+complete subtrees inside that run and brings one *slot* for each. The slots of all ranks complete the tree after they
+are exchanged.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def slots_of(shares: Sequence[int]) -> list[list[Span]]:
 
 
 def ranks_fold_it(slots: Sequence[Sequence[Span]]) -> bool:
-    """Whether an all-reduce in the order of ranks completes the tree: every rank brings one subtree or none, from left to right."""
+    """Whether an all-reduce in the order of ranks completes the tree: no rank brings two subtrees, and the tree leans
+    left."""
     present = [spans for spans in slots if spans]
     if any(len(spans) != 1 for spans in present):
         return False

@@ -1,4 +1,5 @@
-"""A rank's part of a GGUF file as ggml tensors: rows are views of the mapped file, columns are copied once, nothing is requantised."""
+"""A rank's part of a GGUF file as ggml tensors: rows are views of the mapped file, columns are copied once, nothing
+is requantised."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ MAX_PRODUCT_ERROR = 0.05
 
 @dataclass(frozen=True)
 class Unit:
-    """The columns of one unit of a matrix as a contiguous matrix, [width, rows]; `start` is its first column on this rank."""
+    """The columns of one unit of a matrix as a contiguous matrix, [width, rows]; `start` is its first column on this
+    rank."""
 
     tensor: Pointer
     start: int
@@ -84,9 +86,7 @@ class PackedWeights:
         """
         info = self._tensors[name]
         if info.kind != GGMLQuantizationType.F32:
-            raise ValueError(
-                f"{name} is stored as {info.kind.name}; packed compute needs vectors in F32: use --compute exact"
-            )
+            raise ValueError(f"{name} is stored as {info.kind.name}; packed compute needs F32; compute exact")
         elements = range(info.shape[-1]) if elements is None else elements
         start = info.offset + 4 * elements.start
         self.held.append((start, 4 * len(elements)))
@@ -127,7 +127,8 @@ class PackedWeights:
 
 
 def column_unit(tensors: dict[str, TensorInfo], names: Sequence[str]) -> int:
-    """The fewest columns that no cut may divide, in all of these matrices: the least common multiple of their blocks."""
+    """The fewest columns that no cut may divide, in all of these matrices: the least common multiple of their
+    blocks."""
     return int(np.lcm.reduce([GGML_QUANT_SIZES[tensors[name].kind][0] for name in names]))
 
 
