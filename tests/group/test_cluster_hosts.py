@@ -1,4 +1,5 @@
-"""README's way to two machines, between two namespaces: one opens a cluster with a program, the other joins with its token."""
+"""README's way to two machines, between two namespaces: one opens a cluster with a program, the other joins with its
+token."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def start(hosts: Hosts, host: str, *arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.faults
 def test_two_machines_generate_one_text(hosts: Hosts) -> None:
-    """With the model that hostring bundles. Rank 0 prints the text. Both namespaces have one host name: hence --name."""
+    """With the model that hostring bundles. Rank 0 prints the text. Both namespaces have one host name: hence
+    --name."""
     prompt = "In the beginning"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f'hostring cluster init -n 2 -m -- hostring generate --prompt "{prompt}"' in readme
