@@ -104,8 +104,8 @@ class Turns:
     """Runs the operations of one group one after the other, in the order in which they came, over all threads.
 
     A blocking call runs in its own thread when nothing is queued. Queued calls are carried out by whoever waits for
-    them, else by one daemon thread. It starts with the first asynchronous call and looks once in a millisecond, because most
-    calls are waited for at once, and waking a thread costs several times as much as a small collective.
+    them, else by one daemon thread. It starts with the first asynchronous call and looks once in a millisecond,
+    because most calls are waited for at once, and waking a thread costs several times as much as a small collective.
 
     Attributes:
         turn: held by whoever runs an operation. queued: operations that nobody has begun.
