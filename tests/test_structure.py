@@ -1,6 +1,4 @@
-"""Who may import whom, read from the sources:
-imports run downwards only, no circles, and the wheel holds every package.
-"""
+"""What holds for all sources: imports run downwards only and without circles, and files and functions have limits."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_chat_on_the_command_line_remembers_until_it_is_told_not_to(tmp_path: Pa
     shown = chat(
         "In the beginning\nIn the beginning\n/new\nIn the beginning\n", "--max-tokens", "12", "--json", str(file)
     )
-    first, second, third = json.loads(file.read_text())["turns"]
+    first, second, third = json.loads(file.read_text(encoding="utf-8"))["turns"]
     assert first["tokens"] == third["tokens"]
     assert second["prompt_tokens"] > first["prompt_tokens"] + 11
     assert second["reused_tokens"] == first["prompt_tokens"] + 11
