@@ -57,7 +57,6 @@ MAX_FUNCTION_LINES = 40  # its docstring apart
 
 LONG_FUNCTIONS = {
     "engine.engine.Engine.run_direct": "the hot path: a call in between would cost more than its arithmetic",
-    "integrations.llm.compute.build_local": "half of it are the parameters that it passes on",
 }
 """Functions that may be longer, and why."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -97,3 +98,18 @@ def _sparse(group):
 
 def test_sparse_tensors_with_different_numbers_of_entries():
     assert all(pool.run(3, _sparse))
+
+
+def test_a_tensor_whose_negation_is_pending_travels_negated():
+    from hostring.arrays.staging import adapter_for
+
+    x = torch._neg_view(torch.tensor([1.0, -2.0, 3.0]))
+    assert x.is_neg()
+    assert x.is_contiguous()
+    host = np.empty(3, np.float32)
+    view = adapter_for(x).view(x)
+    if view is None:
+        adapter_for(x).stage(x, host)
+    else:
+        host[...] = view
+    np.testing.assert_array_equal(host, [-1, 2, -3])
