@@ -40,18 +40,17 @@ class Dialer:
         self._greeted, self._addresses = greeted, addresses
         self._rank = greeted.hello.rank
         self._attempts: set[asyncio.Task[Address]] = set()
+        self._reached: set[int] = set()  # peers whose address was logged
 
     async def dial_all(self, peer: int, kinds: Sequence[str]) -> None:
         """Make all links with one peer. What can't be mended by another attempt ends the start."""
         try:
             addresses = self._addresses[peer]
             if _is_certain(addresses):  # then all links are made at once
-                found = await asyncio.gather(*(self._until_linked(peer, kind, addresses) for kind in kinds))
-                address = found[0]
+                await asyncio.gather(*(self._until_linked(peer, kind, addresses) for kind in kinds))
             else:
                 address = await self._until_linked(peer, kinds[0], addresses)
                 await asyncio.gather(*(self._until_linked(peer, kind, [address]) for kind in kinds[1:]))
-            log.info("hostring: rank %d reaches rank %d at %s", self._rank, peer, show(address))
         except Exception as exc:
             self._greeted.fail(exc)
 
@@ -116,6 +115,9 @@ class Dialer:
             await asyncio.wait_for(_connect(sock, target), HELLO_S)
             theirs, _ = await converse(dial(replace(mine, kind=kind), peer, greeted.secret), sock)
             compare_contracts(mine.rank, mine.contract, peer, theirs.contract)
+            if peer not in self._reached:  # said first: the last link that is kept ends the start
+                self._reached.add(peer)
+                log.info("hostring: rank %d reaches rank %d at %s", self._rank, peer, show(address))
             greeted.keep(sock, theirs)
             kept = True
             return address
