@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from llm_models import write_gguf
+from llm_models import packable_model, write_gguf
 
 import hostring
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
@@ -32,35 +32,6 @@ except Unavailable as exc:
     pytest.skip(str(exc), allow_module_level=True)
 
 IDS = [5, 17, 3, 250, 9, 9, 101, 42, 7, 311, 12]
-
-
-def packable_model(family: str, kv_heads: int = 3, width: int = 256, tied: bool = True) -> Any:
-    """A random model whose cuts lie on the borders of blocks of `width`."""
-    import transformers
-
-    shapes = {
-        "hidden_size": kv_heads * width,  # transformers wants a multiple of the heads
-        "intermediate_size": 4 * width,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2 * kv_heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": width // 2,
-        "vocab_size": 400,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": tied,
-    }
-    kinds = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config, "qwen2": transformers.Qwen2Config}
-    extra = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
-    config = kinds[family](**shapes, **extra)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.normal_(1.0, 0.15, generator=generator)
-            else:
-                parameter.normal_(0.0, 0.6 / (kv_heads * width) ** 0.5, generator=generator)
-    return model
 
 
 def quantize(values: npt.NDArray[np.float32], kind: Kind) -> npt.NDArray[np.uint8]:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from llm_models import byte_tokenizer, write_gguf
-from test_packed import packable_model
+from llm_models import byte_tokenizer, packable_model, write_gguf
 
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
 
