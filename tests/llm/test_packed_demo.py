@@ -1,4 +1,4 @@
-"""`hostring demo --compute`: the figures say what was computed, held and read; what can't be computed packed is refused."""
+"""`hostring demo --compute`: what was computed, held and read; what can't be computed packed is refused."""
 
 from __future__ import annotations
 
