@@ -20,7 +20,8 @@ from hostring.transports.link import Link
 PROBE_SECONDS: Final = 0.4  # how long a sleeping rank may take to say whom it waits for, and a live host to acknowledge
 GRACE_SECONDS: Final = 0.3  # how long an operation may stand still after some rank has died
 SETTLE_SECONDS: Final = 0.5  # how long a first cause may take to arrive after a link has broken
-VOTE_SECONDS: Final = 1.0  # how long ranks that are in no call yet may take to say what they call
+VOTE_SECONDS: Final = 1.0  # how long ranks may take to say what they call
+LATE_SECONDS: Final = 0.3  # how long ranks that say that they are elsewhere are asked again
 MAX_SLEEP_SECONDS: Final = 1.0
 
 
@@ -55,8 +56,11 @@ class Control:
 
     def sleep(self, poller: select.poll, mine: Waiting, seconds: float) -> None:
         """Sleep in `poller`, at most `seconds`, and take what comes here. Raises what `hear` raises."""
-        self.waiting = mine
-        events = poller.poll(min(seconds, self.patience()) * 1000)
+        self.waiting, before = mine, self._n_frames
+        for peer in self._peers:  # frames that came before the doorbells were set would not ring them
+            self._read(peer)
+        heard = self._n_frames > before or self.cause is not None
+        events = [(-1, 0)] if heard else poller.poll(min(seconds, self.patience()) * 1000)
         self.hear(events)
         if not events:
             self.ask(mine.peer)
@@ -184,7 +188,8 @@ class Control:
     def _vote(self, failure: HostringError, mine: Waiting) -> HostringError:
         """`failure` of two ranks whose calls differ: ask the others which of the two is the odd one out.
 
-        Nobody is waited for who is in a call of another number, or in none: deadlines of other ranks may be near.
+        A rank that says that it is in another call, or in none, is asked again for a moment: it may be about to begin
+        this one. It is not waited for longer, since deadlines of other ranks may be near.
         """
         header, world_size = mine.header(), len(self._peers) + 1
         if world_size == 2:
@@ -197,12 +202,20 @@ class Control:
             told = {peer: s.header for peer, s in self._states.items() if s.seq == mine.seq and s.header}
             return {**told, self._rank: header}
 
-        def decided() -> bool:
-            if odd_one_out(calls(), world_size) is not None:
-                return True
+        def all_told() -> bool:
             return all(peer in self._states or link.gone is not None for peer, link in self._peers.items())
 
+        def decided() -> bool:
+            return odd_one_out(calls(), world_size) is not None or all_told()
+
+        begun = perf_counter()
         self._listen_until(decided, VOTE_SECONDS)
+        while self.cause is None and odd_one_out(calls(), world_size) is None and perf_counter() < begun + LATE_SECONDS:
+            self._listen_until(lambda: False, LATE_SECONDS / 10)
+            for peer in self._states.keys() - calls().keys():
+                del self._states[peer]
+                self._peers[peer].tell({"what": "probe"})
+            self._listen_until(decided, LATE_SECONDS)
         known = calls()
         return self.cause or odd_one_out(known, world_size) or odd_one_out(known, len(known)) or failure
 

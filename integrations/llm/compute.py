@@ -4,6 +4,7 @@ agree on it."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -19,7 +20,7 @@ from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
 from hostring.integrations.llm.packed.decoder import units_of
 from hostring.integrations.llm.packed.library import Unavailable, load
-from hostring.integrations.llm.packed.model import build_packed
+from hostring.integrations.llm.packed.model import PackedModel, build_packed
 from hostring.integrations.llm.packed.weights import unsupported
 from hostring.integrations.llm.sharded import build
 
@@ -86,8 +87,9 @@ def build_local(
     max_seq: int | None,
     hash_activations: bool,
     compile: bool | str,
+    packed_ranks: Sequence[bool] | None = None,
     **exact: Any,
-) -> LocalModel:
+) -> tuple[LocalModel, Sequence[bool]]:
     """This rank's part of the model, computed as `compute` says. A collective: every rank calls it; ranks may ask for
     other ways.
 
@@ -96,26 +98,25 @@ def build_local(
             blocks of 32, as llama.cpp does; "exact" dequantises them. "auto" is packed where the rank can, and logs
         why it can't.
         plan, max_seq, hash_activations, compile, exact: see `sharded.build`.
+        packed_ranks: which ranks compute packed, where this group has agreed on it before: then this is no collective.
+
+    Returns:
+        the part, and which ranks compute packed.
 
     Raises:
         ValueError: there is no such way; or this rank, or another one, was told to compute packed and can't.
     """
     able = _able(checkpoint, compute, device, plan, comm.world_size, bool(compile))
-    packed = _agree(comm, able)
+    packed = _agree(comm, able) if packed_ranks is None else packed_ranks
     if any(packed) and plan is None and isinstance(checkpoint, GgufCheckpoint):
         plan = units_of(checkpoint).shares(checkpoint.config, comm.world_size)
     if not able.why_not:
-        return build_packed(
-            checkpoint,
-            comm,
-            plan=plan,
-            max_seq=max_seq,
-            hash_activations=hash_activations,
-            beside_exact=not all(packed),
-        )
+        beside_exact = not all(packed)
+        options: dict[str, Any] = {"plan": plan, "max_seq": max_seq, "hash_activations": hash_activations}
+        return build_packed(checkpoint, comm, beside_exact=beside_exact, **options), packed
     if compute == "auto" and isinstance(checkpoint, GgufCheckpoint) and device.type == "cpu":
         log.warning("hostring: rank %d computes with dequantised weights: %s", comm.rank, able.why_not)
-    return build(
+    part = build(
         checkpoint,
         comm,
         plan=plan,
@@ -125,6 +126,24 @@ def build_local(
         compile=compile,
         **exact,
     )
+    return part, packed
+
+
+def stay(part: LocalModel, comm: Comm) -> Sequence[bool]:
+    """Go on in a rebuilt group with the weights that are here, while a rank that came back loads. A collective.
+
+    Returns:
+        which ranks compute packed.
+
+    Raises:
+        ValueError: this rank is another one there; or the rank that came back computes in another way than before.
+    """
+    part.move_to(comm)
+    packed = isinstance(part, PackedModel)
+    ways = _agree(comm, _Able("" if packed else "it has dequantised its weights", False))
+    if isinstance(part, PackedModel) and part.decoder.beside_exact == all(ways):
+        raise ValueError(f"packed are now the ranks {[r for r, w in enumerate(ways) if w]}; load the model again")
+    return ways
 
 
 def _agree(comm: Comm, mine: _Able) -> list[bool]:

@@ -36,7 +36,6 @@ from hostring.integrations.llm.stats import Stats, Traffic, decode_measured, pre
 
 _PREFILL_CHUNK = 512  # positions in one forward pass; bounds the memory of activations and the scratch of the reduction
 
-
 Prompt = str | Sequence[int] | Callable[[], str | Sequence[int]] | None
 
 
@@ -55,11 +54,13 @@ class Model:
     """A rank's part of a model with the tokenizer of the same checkpoint.
 
     Attributes:
+        packed_ranks: which ranks compute packed.
         bytes_read: of tensor data, to load it. load_s: seconds that took, without the tokenizer.
     """
 
     sharded: LocalModel
     tokenizer: ChatTokenizer
+    packed_ranks: Sequence[bool] = ()
     bytes_read: int = 0
     load_s: float = 0.0
 
@@ -147,6 +148,7 @@ def load_model(
     hash_activations: bool = False,
     compile: bool | str = False,
     compute: str = "auto",
+    packed_ranks: Sequence[bool] | None = None,
 ) -> Model:
     """Load this rank's part of the checkpoint at `path` (a GGUF file or a HF directory), and its tokenizer.
 
@@ -161,8 +163,8 @@ def load_model(
         hash_activations: keep a running sha256 of the reduced hidden states, and check that they are used.
         compile: let torch compile the layers while the model is loaded; or the name of a backend of `torch.compile`.
             Ranks may differ; the others wait for this one in their first collective, up to its timeout.
-        compute: "packed" multiplies by the blocks of a GGUF file as they are, "exact" dequantises them, "auto" is
-            packed where that can be done; see `compute.build_local`. A packed rank has no use for `dtype`.
+        compute: "auto", "packed" or "exact", see `compute.build_local`. A packed rank has no use for `dtype`.
+        packed_ranks: those of an earlier load in the same group, which then need not agree again.
 
     Raises:
         ValueError: there is no such dtype or device (no weights were read then), or what `sharded.build` says.
@@ -171,7 +173,7 @@ def load_model(
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     begun = perf_counter()
     checkpoint = open_checkpoint(path)
-    sharded = build_local(
+    sharded, packed = build_local(
         checkpoint,
         comm,
         compute,
@@ -182,9 +184,10 @@ def load_model(
         dtype=DTYPES[dtype],
         replicate_embedding=replicate_embedding,
         compile=compile,
+        packed_ranks=packed_ranks,
     )
     load_s = perf_counter() - begun
-    return Model(sharded, load_tokenizer(path), checkpoint.bytes_read, load_s)
+    return Model(sharded, load_tokenizer(path), packed, checkpoint.bytes_read, load_s)
 
 
 def _check_fit(ids: Sequence[int], cache: Cache, taken: int) -> None:

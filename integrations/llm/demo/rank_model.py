@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hostring import Comm
+from hostring.integrations.llm.compute import stay
 from hostring.integrations.llm.conversation import Conversation
 from hostring.integrations.llm.demo.job import Job
 from hostring.integrations.llm.generate import Generation, Model, load_model
@@ -34,6 +35,7 @@ class RankModel:
         self.device = find_device(device)
         self.sampling = Sampling(job.temperature, job.top_k, job.top_p, job.seed)
         self._loaded: tuple[tuple[str, ...], Model] | None = None
+        self._packed_ranks: Sequence[bool] | None = None  # of the group, once it has agreed
         model = self.model(comm, job.dtypes)
         self.continued = not model.tokenizer.templates.sources
         self.conversation = Conversation(model) if job.chat else None
@@ -61,15 +63,20 @@ class RankModel:
                 device=self.device,
                 hash_activations=True,
                 compute=self.job.compute,
+                packed_ranks=self._packed_ranks if comm is self.comm else None,
                 compile=self.job.compile_of(comm.rank) if comm is self.comm else False,
             )
             self._loaded = dtypes, model
+            if comm is self.comm:
+                self._packed_ranks = model.packed_ranks
         return self._loaded[1]
 
     def move_to(self, comm: Comm) -> None:
         """Go on in a rebuilt group; the weights stay where this rank is still the same."""
         if self._loaded is not None and (comm.rank, comm.world_size) == (self.comm.rank, self.comm.world_size):
-            self._loaded[1].sharded.move_to(comm)
+            self._packed_ranks = stay(self._loaded[1].sharded, comm)
+        else:
+            self._packed_ranks = None
         self.comm = comm
         model = self.model(comm, self.job.dtypes)
         if self.conversation is not None and self.conversation.model is not model:  # this is another rank now

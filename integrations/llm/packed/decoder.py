@@ -54,7 +54,7 @@ class PackedDecoder:
             raise Unavailable(why)
         self.ggml, self.threads = load(), threads
         self.config, self.plan, self.rank = checkpoint.config, plan, rank
-        self._beside_exact = beside_exact
+        self.beside_exact = beside_exact
         self.spare_memory: dict[int, deque[Any]] = {}
         self.local = plan.local_config(checkpoint.config, rank)
         self.arena = Arena(self.ggml)
@@ -84,7 +84,7 @@ class PackedDecoder:
 
     def _fold(self, shares: Sequence[int]) -> Fold:
         """What this rank brings to a reduction over units of which rank r holds `shares[r]`."""
-        if self._beside_exact:
+        if self.beside_exact:
             held = range(shares[self.rank])
             return Fold([(0, fold_of([(n, n + 1) for n in held], (0, len(held))))] if held else [], 1, 0)
         slots = slots_of(shares)
