@@ -93,10 +93,21 @@ class Cluster:
         return here
 
     def close(self) -> None:
-        """End the store. Ranks that have found each other don't need it, but for rebuilding the group."""
+        """End the store. Ranks that have found each other don't need it, but for rebuilding the group.
+
+        A program here may end before the other machines have read that all are here: close() waits for them, at most
+        `seats.SILENT_S`.
+        """
         with contextlib.suppress(OSError):
-            if not self._store.check(["cluster/complete"]) and not self._store.check(["cluster/closed"]):
+            if self._store.check(["cluster/complete"]):
+                self._wait_until_all_started(time.monotonic() + seats.SILENT_S)
+            elif not self._store.check(["cluster/closed"]):
                 self._store.set("cluster/closed", b"the machine that opened the cluster has closed it")
                 time.sleep(LAST_WORDS_S if len(self._here()) > 1 else 0.0)
         self._store.close()
         self._server.close()
+
+    def _wait_until_all_started(self, deadline: float) -> None:
+        others = self.token.world_size - 1
+        while self._store.add("cluster/started", 0) < others and time.monotonic() < deadline:
+            time.sleep(PAUSE_S / 10)

@@ -132,3 +132,5 @@ def _wait(store: TcpStore, token: Token, seat: seats.Seat, progress: Callable[[f
         pulse.beat()
         progress(token.expires - time.time())
         time.sleep(PAUSE_S)
+    with contextlib.suppress(ConnectionError):
+        store.add("cluster/started", 1)  # the store may go now
