@@ -41,25 +41,25 @@ _BOOL_UFUNCS: Final[dict[str, Fold2]] = {
 
 # Elements up to which numpy widens, adds and rounds in less time than a library adds in 16 bits.
 _MAX_NUMPY_ELEMENTS: Final = {FLOAT16: 1 << 8, BFLOAT16: 1 << 11}
-_NARROW_SUMS: Final[dict[DType, BindAdd]] = {}
+_SIXTEEN_BIT_SUMS: Final[dict[DType, BindAdd]] = {}
 
 
-def register_narrow_sum(dtype: DType, bind: BindAdd) -> None:
+def register_sixteen_bit_sum(dtype: DType, bind: BindAdd) -> None:
     """Use `bind(other)` to add long arrays of a 16-bit `dtype`.
 
     It returns a function `add(total)` that adds the contents of `other` to `total`. Arrays come in their carrier dtype.
     The bits must be those of adding in float32, replacing every NaN by the plain one, and rounding to nearest even.
     """
-    _NARROW_SUMS[dtype] = bind
+    _SIXTEEN_BIT_SUMS[dtype] = bind
 
 
-def narrow_sum(dtype: DType, n_elements: int) -> BindAdd | None:
+def sixteen_bit_sum(dtype: DType, n_elements: int) -> BindAdd | None:
     """The fastest way to add two contributions of a 16-bit dtype as they are; None where widening them is as fast."""
     few = n_elements <= _MAX_NUMPY_ELEMENTS.get(dtype, -1)
-    return partial(_narrow_sum_of_few, dtype) if few else _NARROW_SUMS.get(dtype)
+    return partial(_sixteen_bit_sum_of_few, dtype) if few else _SIXTEEN_BIT_SUMS.get(dtype)
 
 
-def _narrow_sum_of_few(dtype: DType, other: Array) -> Callable[[Array], Any]:
+def _sixteen_bit_sum_of_few(dtype: DType, other: Array) -> Callable[[Array], Any]:
     fold, theirs = fold_functions("sum", FLOAT32)[1], other.view(dtype)
     left, right = np.empty(other.size, FLOAT32), np.empty(other.size, FLOAT32)
     widen = quietly(np.copyto)

@@ -10,7 +10,7 @@ import numpy as np
 
 from hostring.arrays.casting import register_cast
 from hostring.arrays.dtypes import BFLOAT16, FLOAT16, FLOAT32, Array
-from hostring.arrays.fold import register_narrow_sum
+from hostring.arrays.fold import register_sixteen_bit_sum
 
 
 def register(torch: Any) -> None:
@@ -20,7 +20,7 @@ def register(torch: Any) -> None:
     for dtype, kind in ((FLOAT16, torch.float16), (BFLOAT16, torch.bfloat16)):
         if _adds_as_float32(torch, kind):
             nan = int(np.array(np.nan, dtype).view(np.int16))
-            register_narrow_sum(dtype, partial(_bind_add, torch, kind, nan))
+            register_sixteen_bit_sum(dtype, partial(_bind_add, torch, kind, nan))
 
 
 def tensor_over(torch: Any, host: Array) -> Any:
@@ -38,7 +38,7 @@ def _bind_cast(torch: Any, target: Array, source: Array) -> Callable[[], Any]:
 
 
 def _bind_add(torch: Any, dtype: Any, nan: int, other: Array) -> Callable[[Array], None]:
-    """A narrow sum in torch's `dtype`, whose plain NaN has the bits `nan`: see `register_narrow_sum`."""
+    """A 16-bit sum in torch's `dtype`, whose plain NaN has the bits `nan`: see `register_sixteen_bit_sum`."""
     frombuffer, int16 = torch.frombuffer, torch.int16
     theirs = frombuffer(other, dtype=dtype) if other.size else None
 

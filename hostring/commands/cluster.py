@@ -86,7 +86,7 @@ def join(
 
     place = join(Token.parse(token), _text(name or platform.node()), rejoins=again)
     typer.echo(f"joined as rank {place.rank} of {place.token.world_size}")
-    if place.seat is not None:
+    if place.claim is not None:
         typer.echo("waiting for the others, for as long as the token lives")
     wait_for_all(place)
     raise typer.Exit(_run(program, module, place.environment()))

@@ -1,4 +1,4 @@
-"""The price of a whole collective in a topology: by running its schedules where that is quick, by formula where not."""
+"""The price of a whole collective in a topology. Small groups are simulated; large ones are priced by formula."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hostring.topologies import TOPOLOGIES, collectives
 from hostring.topologies.routes import Place
 from hostring.topologies.schedule import Schedule
 
-MAX_SIMULATED_RANKS: Final = 8  # for more, building the schedules takes long, and the formulas are as good
-_PIECES: Final = 8, 16  # of a long pipeline, so many are run; each further piece costs what those in between did
+MAX_SIMULATED_RANKS: Final = 8  # with more ranks, building the schedules is slow, and the formulas are as good
+_PIECES: Final = 8, 16  # pieces of a long pipeline that are run; the difference gives the cost of each further piece
 
 
 def all_reduce(

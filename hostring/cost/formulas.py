@@ -1,8 +1,8 @@
 """What an all-reduce costs by formula, for groups that are too large to simulate. Tests compare it with `price`.
 
-Every formula is (rounds · latency) + (the work of the first segment on its way) + (m - 1) · (the work of one more
-segment), with m segments of g bytes. The work of a rank is the larger of its processor's and its interface's. Rank 0
-has its own host, the hub's; for all others the slowest of each kind counts, because one slow rank slows all.
+Every formula is (rounds · latency) + (the work for the first segment) + (m - 1) · (the work for each further segment),
+with m segments of g bytes. The work of a rank is the larger of its processor's and its interface's. Rank 0 is the hub,
+with its own host. All other ranks count as the slowest among them, because one slow rank slows the group.
 """
 
 from __future__ import annotations

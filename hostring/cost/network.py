@@ -10,7 +10,7 @@ from typing import Any, Final
 
 UNLIMITED: Final = float("inf")
 GBIT: Final = 1e9 / 8
-PAYLOAD: Final = 0.94  # of what an Ethernet line carries, the rest being headers
+PAYLOAD: Final = 0.94  # part of an Ethernet line's rate; headers take the rest
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Host:
     """A machine with one network interface.
 
     Attributes:
-        send_rate, recv_rate: of its interface, all links together; a link has its own limit besides. Full duplex.
+        send_rate, recv_rate: of its full-duplex interface, for all links together. Each link has its own limit too.
         cores: for the ranks on it.
         per_message: seconds of processor time for each message sent, and for each one received.
-        per_byte: seconds of processor time for each byte sent, and for each one received: the kernel's copies.
+        per_byte: seconds of processor time for each byte sent or received: the kernel copies it.
         fold_rate: bytes of result per second when two arrays become one.
     """
 
@@ -74,7 +74,7 @@ class Network:
         return self.home.count(host)
 
     def without_limit_at(self, rank: int) -> Network:
-        """The same with a host of unlimited speed under `rank`: what its limit costs is the difference."""
+        """This network with a host of unlimited speed for `rank`. The difference in price is what its limits cost."""
         at = self.home[rank]
         free = replace(
             self.hosts[at], send_rate=UNLIMITED, recv_rate=UNLIMITED, per_message=0.0, per_byte=0.0, fold_rate=UNLIMITED

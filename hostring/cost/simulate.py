@@ -1,8 +1,8 @@
 """What schedules cost: all ranks' schedules run together on a model of hosts and links. No I/O, no clock, no state.
 
-A rank does one thing at a time, as the engine does: in each round it hands its messages to the kernel, receives and
-folds, and goes on when all messages are in and out. Messages queue for the sender's interface, for the line and for the
-receiver's interface, each full duplex. Ranks queue for the cores of their host when there are too few.
+A rank does one thing at a time, as the engine does. In each round it hands its messages to the kernel, receives, folds,
+and ends the round when all its messages are sent and received. Messages queue for the sender's interface, for the line
+and for the receiver's interface, each full duplex. Ranks queue for the cores of their host when it has too few.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _pairs(node: Expression) -> int:
     return 0 if isinstance(node, Range) else 1 + _pairs(node[0]) + _pairs(node[1])
 
 
-_WORK, _UNTIL, _MAIL = range(3)  # what a rank may want: seconds of processor time, a moment, any message
-_Life: TypeAlias = "Generator[tuple[int, float], float, None]"
+_WORK, _UNTIL, _ARRIVAL = range(3)  # a rank waits for: seconds of processor time, a point in time, any message
+_Process: TypeAlias = "Generator[tuple[int, float], float, None]"
 
 
 class _Run:
@@ -95,33 +95,33 @@ class _Run:
         }  # only where ranks must share
         self.free: dict[Resource, float] = {}
         self.busy: dict[Resource, float] = {}
-        self.mail: dict[
+        self.arrivals: dict[
             tuple[int, int], deque[tuple[float, float]]
         ] = {}  # (src, dst) -> (first byte, last byte) of each round's messages
-        self.asleep: set[int] = set()
+        self.waiting: set[int] = set()
         self.finish = [0.0] * len(steps)
         self.events = [(0.0, rank) for rank in ranks]
-        self.lives = [self._life(rank) for rank in ranks]
+        self.processes = [self._process(rank) for rank in ranks]
 
     def price(self) -> Price:
-        for life in self.lives:
-            next(life)
+        for process in self.processes:
+            next(process)
         while self.events:
             now, rank = heapq.heappop(self.events)
             try:
-                wanted, amount = self.lives[rank].send(now)
+                wanted, amount = self.processes[rank].send(now)
             except StopIteration:
                 self.finish[rank] = now
                 continue
-            if wanted == _MAIL:
-                self.asleep.add(rank)
+            if wanted == _ARRIVAL:
+                self.waiting.add(rank)
             else:
                 then = self._compute(rank, now, amount) if wanted == _WORK else max(now, amount)
                 heapq.heappush(self.events, (then, rank))
         return Price(max(self.finish, default=0.0), tuple(self.finish), self.busy)
 
     def _compute(self, rank: int, now: float, seconds: float) -> float:
-        """When `rank`, which wants the processor for some seconds, has had it."""
+        """The time at which `rank` has had the processor for `seconds`."""
         self._take(("cpu", rank), seconds)
         cores = self.cores.get(self.network.home[rank])
         if cores is None or not seconds:
@@ -133,7 +133,7 @@ class _Run:
     def _take(self, resource: Resource, seconds: float) -> None:
         self.busy[resource] = self.busy.get(resource, 0.0) + seconds
 
-    def _life(self, rank: int) -> _Life:
+    def _process(self, rank: int) -> _Process:
         host = self.network.host(rank)
         now = yield _UNTIL, 0.0
         for step in self.steps[rank]:
@@ -150,22 +150,22 @@ class _Run:
             if not waiting and folding:
                 now = yield _WORK, folding
             while waiting:
-                first, last, sender = self._next_mail(rank, waiting)
+                first, last, sender = self._next_arrival(rank, waiting)
                 if sender is None or first > now:
-                    now = yield (_MAIL, 0.0) if sender is None else (_UNTIL, first)
+                    now = yield (_ARRIVAL, 0.0) if sender is None else (_UNTIL, first)
                     continue
-                self.mail[sender, rank].popleft()
+                self.arrivals[sender, rank].popleft()
                 messages, nbytes = waiting.pop(sender)
                 now = yield _WORK, messages * host.per_message + nbytes * host.per_byte
                 now = yield _UNTIL, last
                 now = yield _WORK, folding
             now = yield _UNTIL, out
 
-    def _next_mail(self, rank: int, waiting: dict[int, tuple[int, int]]) -> tuple[float, float, int | None]:
-        """The message, of those posted, that comes in first."""
+    def _next_arrival(self, rank: int, waiting: dict[int, tuple[int, int]]) -> tuple[float, float, int | None]:
+        """Of the messages on their way to `rank`, the one that arrives first: first byte, last byte, sender."""
         best: tuple[float, float, int | None] = (UNLIMITED, UNLIMITED, None)
         for peer in waiting:
-            queue = self.mail.get((peer, rank))
+            queue = self.arrivals.get((peer, rank))
             if queue:
                 best = min(best, (*queue[0], peer), key=lambda m: m[:2])
         return best
@@ -176,10 +176,10 @@ class _Run:
         return sum(min(n, nbytes) for peer, n in step.sends.items() if home[peer] != home[rank])
 
     def _post(self, src: int, dst: int, nbytes: int, shared: int, queued: float, begin: float, end: float) -> float:
-        """Put a message under way whose bytes the kernel gets from `begin` to `end`. Returns when the sender may go on.
+        """Send a message whose bytes the kernel gets from `begin` to `end`. Returns when the sender may go on.
 
         Args:
-            shared: see `_shared`. queued: when the host's interface is done with what was there before this round.
+            shared: see `_shared`. queued: when the host's interface has sent what it had before this round.
         """
         network, line = self.network, self.network.between(src, dst)
         src_host, dst_host = network.home[src], network.home[dst]
@@ -194,15 +194,15 @@ class _Run:
         begin, end = begin + line.latency, end + line.latency
         if far:
             begin, end = self._pass(("in", dst_host), nbytes, receiver.recv_rate, begin, end)
-        self.mail.setdefault((src, dst), deque()).append((begin, end))
-        if dst in self.asleep:
-            self.asleep.discard(dst)
+        self.arrivals.setdefault((src, dst), deque()).append((begin, end))
+        if dst in self.waiting:
+            self.waiting.discard(dst)
             heapq.heappush(self.events, (begin, dst))
         slowest = min(line.rate, sender.send_rate if far else UNLIMITED)
         return away if slowest == UNLIMITED else away - network.buffered / slowest
 
     def _pass(self, resource: Resource, nbytes: int, rate: float, begin: float, end: float) -> tuple[float, float]:
-        """When first and last byte leave a queue of one, which delays them by what is before them and by its rate."""
+        """When the first and the last byte leave `resource`, which serves one message after another at `rate`."""
         seconds = nbytes / rate
         self._take(resource, seconds)
         begin = max(begin, self.free.get(resource, 0.0))

@@ -92,7 +92,7 @@ class Binding:
     """See the module.
 
     Args:
-        narrow: contributions are 16-bit floats, and are folded as such.
+        sixteen_bit: contributions are 16-bit floats, and are folded as such.
         sides: for payloads of another dtype. results: for results that are rounded before they leave, if any are.
 
     Attributes:
@@ -103,9 +103,15 @@ class Binding:
     """
 
     def __init__(
-        self, schedule: Schedule, call: Call, dtype: DType, narrow: bool, sides: SideMemory, results: SideMemory | None
+        self,
+        schedule: Schedule,
+        call: Call,
+        dtype: DType,
+        sixteen_bit: bool,
+        sides: SideMemory,
+        results: SideMemory | None,
     ) -> None:
-        self.call, self.dtype, self.narrow = call, dtype, narrow
+        self.call, self.dtype, self.sixteen_bit = call, dtype, sixteen_bit
         self.headers: list[bytearray] = []
         self.seq = self.runs = 0
         self.changed = False

@@ -12,7 +12,7 @@ from typing import Final
 
 from hostring.engine.causes import fresh_copy, from_words, to_words
 from hostring.engine.control_link import Body, ControlLink, is_silence
-from hostring.engine.reach import far_hosts, lost_address, unacknowledged
+from hostring.engine.cut_off import far_hosts, lost_address, unacknowledged
 from hostring.engine.waits import State, Waiting, mismatch, odd_one_out
 from hostring.errors import CollectiveMismatch, HostringError, OperationTimeout, PeerLostError, ProtocolError
 from hostring.transports.link import Link

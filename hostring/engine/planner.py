@@ -19,7 +19,7 @@ from hostring.arrays.dtypes import (
     DType,
     kind_code,
 )
-from hostring.arrays.fold import fold_functions, narrow_sum
+from hostring.arrays.fold import fold_functions, sixteen_bit_sum
 from hostring.engine.binding import SideMemory
 from hostring.engine.choice import Choice, Tuner
 from hostring.engine.counters import Counters
@@ -58,7 +58,7 @@ class Planner:
         self._tuner, self._order, self._epoch, self._pipes, self._counters = tuner, order, epoch, pipes, counters
         # By (n_elements, dtype that is folded, op, detail or None[, raw dtype]); other collectives' begin with a name.
         self.programs: dict[Any, Program] = {}
-        self._wide: set[Any] = set()  # of the same keys: what can't be narrow
+        self._float32_only: set[Any] = set()  # of the same keys: what can't be folded in 16 bits
         self._scratch = bytearray()
         self._sides = SideMemory()
         self._results = SideMemory() if wire == "float32" else None
@@ -97,26 +97,26 @@ class Planner:
         return (
             self.all_reduce(n_elements, wire, op, None, detail)
             if wire == dtype
-            else self.narrow(n_elements, dtype, op, detail)
+            else self.sixteen_bit(n_elements, dtype, op, detail)
         )
 
-    def narrow(self, n_elements: int, dtype: DType, op: str, detail: int | None) -> Program | None:
+    def sixteen_bit(self, n_elements: int, dtype: DType, op: str, detail: int | None) -> Program | None:
         """An all-reduce that folds 16-bit contributions as they are, or None where that can't give the bits of float32.
 
         It can for a sum of two contributions: float32 holds enough bits of it that rounding twice is rounding once
         (Figueroa, When is double rounding innocuous?, SIGNUM Newsletter 30(3), 1995).
         """
-        if self._place.world_size != 2 or op != "sum" or narrow_sum(dtype, n_elements) is None:
+        if self._place.world_size != 2 or op != "sum" or sixteen_bit_sum(dtype, n_elements) is None:
             return None
         key = (n_elements, dtype, op, detail)
         known = self.programs.get(key)
-        if known is not None or key in self._wide:
+        if known is not None or key in self._float32_only:
             return known
         schedule = self.all_reduce_schedule(n_elements, FLOAT32)
         if schedule.sent_elements(raw=False) or not all(
             recv.raw for round_ in schedule.rounds for recv in round_.recvs
         ):
-            self._wide.add(key)
+            self._float32_only.add(key)
             return None
         return self._keep(key, lambda: self._all_reduce(n_elements, dtype, FLOAT32, op, None, detail))
 
@@ -230,7 +230,7 @@ class Planner:
         self._counters.harvest()
         self._counters.programs.clear()
         self.programs.clear()
-        self._wide.clear()
+        self._float32_only.clear()
 
 
 def _extent(collective: str, n_elements: int, detail: Any) -> int:

@@ -15,9 +15,9 @@ from hostring.arrays.dtypes import BLOCK, DTYPES, MXINT8, PAYLOAD_CODES, Array, 
 from hostring.arrays.fold import Expression, Fold2
 from hostring.engine.binding import ALIGN, Binding, Buffers, SideKey, SideMemory, Spot, side_keys
 from hostring.engine.frames import HEADER_BYTES, Call
-from hostring.engine.narrow import NarrowSum
 from hostring.engine.receiving import Incoming, Pipe
 from hostring.engine.sending import NARROW, Outgoing, Result
+from hostring.engine.sixteen_bit_sum import SixteenBitSum
 from hostring.topologies.schedule import DATA, OUT, Fold, Range, Recv, Round, Schedule, Send
 
 
@@ -98,8 +98,8 @@ class Program:
     Attributes:
         binding: what its messages share.
         subject: what the flight recorder keeps: the call, and the name of the dtype that is folded or moved.
-        carried: the dtype as which a narrow program sees the caller's memory, see `carrier`; None for other programs. A
-            narrow program folds 16-bit contributions as they are. It gives the bits of folding in float32 and rounding,
+        carried: the dtype as which a 16-bit program sees the caller's memory, see `carrier`; None for other programs. A
+            16-bit program folds 16-bit contributions as they are. It gives the bits of folding in float32 and rounding,
             and saves three casts, but only a sum of two can do so.
         direct: its short form, if it has one.
     """
@@ -109,11 +109,11 @@ class Program:
         Pipe], scratch: bytearray, sides: SideMemory, results: SideMemory | None, raw_dtype: DType | None = None,
         first_round: int = 0,
     ) -> None:  # fmt: skip
-        narrow = folds is not None and dtype != DTYPES[call.kind]
-        self.binding = Binding(schedule, call, dtype, narrow, sides, results)
+        sixteen_bit = folds is not None and dtype != DTYPES[call.kind]
+        self.binding = Binding(schedule, call, dtype, sixteen_bit, sides, results)
         self.dtype, self.call, self._folds = dtype, call, folds
         self._carrier = carrier(dtype)
-        self.carried = self._carrier if narrow else None
+        self.carried = self._carrier if sixteen_bit else None
         self.subject = call, dtype.name
         self._schedule, self._pipes, self._first_round = schedule, pipes, first_round
         self._raw_dtype = raw_dtype
@@ -239,9 +239,9 @@ class Program:
         after = any(
             s.what.buffer == out.buffer and max(s.what.start, out.start) < min(s.what.stop, out.stop) for s in sends
         )
-        if self.binding.narrow and f is not None:  # this rank's contribution is where the sum goes
+        if self.binding.sixteen_bit and f is not None:  # this rank's contribution is where the sum goes
             theirs = self._origins[next(r for r in read if r != out)]
-            f = NarrowSum(self.dtype, self.call.n_elements, theirs, self._wide)
+            f = SixteenBitSum(self.dtype, self.call.n_elements, theirs, self._wide)
         return Step(f, self._spot(left), None if right is None else self._spot(right), self._spot(out), needs, after)
 
 

@@ -128,7 +128,7 @@ class Incoming:
         """The short form of a message whose header and payload land together, in scratch; None for any other."""
         if self._view is None or self.spot.fixed is None or self.before is not None:
             return None
-        converts = self.side is not None and not self.binding.narrow
+        converts = self.side is not None and not self.binding.sixteen_bit
         convert = bound_cast(self.spot.fixed, self.side_array()) if converts else None
         return Landing((self, self._view, self.size, self._frame, self._at), convert)
 
@@ -233,7 +233,7 @@ class Incoming:
 
     def convert(self, b: Buffers) -> None:
         """Bring a payload of another dtype into place, rounding to nearest even where it must."""
-        if not self.binding.narrow:
+        if not self.binding.sixteen_bit:
             cast(self.spot.array(b).view(self.binding.dtype), self.side_array())
 
     def side_array(self) -> Array:

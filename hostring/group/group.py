@@ -13,7 +13,7 @@ from hostring.group.config import Config
 from hostring.group.linking import make_links
 from hostring.group.peer_info import PeerInfo
 from hostring.group.peers import Exchange, Neighbours, from_ring, from_store
-from hostring.group.rebuild import Regrouping, Seat
+from hostring.group.rebuild import NewRank, Regrouping
 from hostring.group.start import Start
 from hostring.group.store_host import open_store
 from hostring.group.waiting import Waiting
@@ -81,23 +81,23 @@ def rejoin(config: Config, *, neighbours: Neighbours, contract: Mapping[str, Any
     with contextlib.ExitStack() as undo:
         store, leave = open_store(config, deadline, Waiting(config.rank, deadline))
         undo.callback(leave)
-        seat = Regrouping(store, config.name, config.rank, 1, lambda: 0, deadline, config.world_size).rejoin()
-        group = _seated(config, store, seat, neighbours, contract, deadline)
+        new = Regrouping(store, config.name, config.rank, 1, lambda: 0, deadline, config.world_size).rejoin()
+        group = _reconnect(config, store, new, neighbours, contract, deadline)
         group.on_close(undo.pop_all().close)
         return group
 
 
-def _seated(
-    config: Config, store: Store, seat: Seat, neighbours: Neighbours, contract: Mapping[str, Any], deadline: float
+def _reconnect(
+    config: Config, store: Store, new: NewRank, neighbours: Neighbours, contract: Mapping[str, Any], deadline: float
 ) -> Group:
-    """Connect as `seat` says, by `deadline` or a moment after it: the others wait for every rank that has a seat."""
+    """Connect as `new` says, by `deadline` or a moment after it: the others wait for every rank of the new group."""
     first = config.restarts.partition("+")[0]
-    seated = replace(
-        config, rank=seat.rank, world_size=seat.world_size, store=store, restarts=f"{first}+{seat.generation}"
+    renewed = replace(
+        config, rank=new.rank, world_size=new.world_size, store=store, restarts=f"{first}+{new.generation}"
     )
     left = max(deadline - time.monotonic(), MIN_LINKING_S)
-    group = connect(replace(seated, timeout=left), neighbours=neighbours, contract=contract)
-    group.store, group.generation, group.config = store, seat.generation, seated
+    group = connect(replace(renewed, timeout=left), neighbours=neighbours, contract=contract)
+    group.store, group.generation, group.config = store, new.generation, renewed
     return group
 
 
@@ -194,12 +194,12 @@ class Group:
         known = survivors if self._linked else None
         deadline = time.monotonic() + timeout
         regrouping = Regrouping(store, self.name, self.rank, min_ranks, known, deadline, self.world_size)
-        seat = regrouping.survive(self.generation + 1)
-        self.generation = seat.generation  # if its links fail, the next try must not find what this one left
+        new = regrouping.survive(self.generation + 1)
+        self.generation = new.generation  # if its links fail, the next try must not find what this one left
         for link in self.links:
             link.close()
         self._linked = False
-        group = _seated(self.config, store, seat, neighbours, contract, deadline)
+        group = _reconnect(self.config, store, new, neighbours, contract, deadline)
         group.on_close(self._leave.pop_all().close)
         return group
 

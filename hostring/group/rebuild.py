@@ -29,7 +29,7 @@ GATHER_S = 3.5  # how long newcomers are waited for if it isn't sure who survive
 
 
 @dataclass(frozen=True)
-class Seat:
+class NewRank:
     """A place in the new group."""
 
     rank: int
@@ -65,7 +65,7 @@ class Regrouping:
         self._expected = max(expected, min_ranks)
         self._waiting = Waiting(claim, deadline)
 
-    def survive(self, generation: int) -> Seat:
+    def survive(self, generation: int) -> NewRank:
         """Take part as a survivor of the generation before `generation`, in that one or a later one.
 
         Raises:
@@ -77,8 +77,8 @@ class Regrouping:
                 self._store.set(f"{self._prefix}/{generation}/open", b"")
                 self._store.set(f"{self._prefix}/opened", str(generation).encode())
                 leads = self._store.add(f"{self._prefix}/{generation}/survivors", 1) == 1
-                if (seat := self._register(generation, leads)) is not None:
-                    return seat
+                if (new := self._register(generation, leads)) is not None:
+                    return new
                 if self._store.check([f"{self._prefix}/{generation}/list"]):
                     raise RendezvousError(
                         f"rank {self._claim} came too late: generation {generation} was formed without it"
@@ -89,7 +89,7 @@ class Regrouping:
                     raise
                 self._wait_a_little(f"for the store to come back ({exc})")
 
-    def rejoin(self) -> Seat:
+    def rejoin(self) -> NewRank:
         """Take part as a new process: in a generation that the survivors open, or in one that new processes form.
 
         Raises:
@@ -102,8 +102,8 @@ class Regrouping:
                 generation = self._latest(tried)
                 if generation > tried:
                     tried = generation
-                    if (seat := self._register(generation)) is not None:
-                        return seat
+                    if (new := self._register(generation)) is not None:
+                        return new
                 if self._claim < len(lobby):
                     lobby[self._claim].beat()
                 # `lives` is called for every one, since it listens only while it is called
@@ -126,7 +126,7 @@ class Regrouping:
             self._store.set(hint, str(latest).encode())
         return latest
 
-    def _register(self, generation: int, leads: bool = False) -> Seat | None:
+    def _register(self, generation: int, leads: bool = False) -> NewRank | None:
         """Register, and wait for the list. None if this process is not on it, or nobody leads any more."""
         base = f"{self._prefix}/{generation}"
         if self._store.check([f"{base}/list"]):
@@ -143,7 +143,7 @@ class Regrouping:
             self._wait_a_little(f"for the others to rebuild the group (at least {self._min_ranks})")
         listed: list[list[int]] = msgpack.unpackb(self._store.get(f"{base}/list", 5.0))
         order = [arrival for _, arrival in sorted((claim, arrival) for claim, arrival in listed)]
-        return Seat(order.index(number), len(order), generation) if number in order else None
+        return NewRank(order.index(number), len(order), generation) if number in order else None
 
     def _pulse(self, key: str) -> Pulse:
         return Pulse(self._store, f"{self._prefix}/{key}", SILENT_S)

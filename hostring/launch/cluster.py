@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from hostring.errors import RendezvousError
 from hostring.group.pulse import Pulse
-from hostring.launch import seats
+from hostring.launch import claims
 from hostring.launch.joining import PAUSE_S, Place
 from hostring.launch.token import SECRET_NBYTES, Token
 from hostring.store.client import TcpStore
@@ -49,8 +49,8 @@ class Cluster:
         self.token = Token(tuple(addresses), world_size, int(time.time() + lifetime), secret)
         self._address = offered[0], port
         self._store = TcpStore.at(offered[0], port, secret=secret.hex().encode())
-        self._seat = seats.take(self._store, name, world_size)
-        self._pulses: dict[seats.Seat, Pulse] = {}
+        self._claim = claims.take(self._store, name, world_size)
+        self._pulses: dict[claims.Claim, Pulse] = {}
 
     @property
     def place(self) -> Place:
@@ -79,28 +79,28 @@ class Cluster:
             time.sleep(PAUSE_S)
 
     def _here(self) -> dict[int, str]:
-        here = {self._seat.rank: self._seat.name}
+        here = {self._claim.rank: self._claim.name}
         for rank in range(1, self.token.world_size):
-            seat = seats.holder(self._store, rank)
-            if seat is None:
+            claim = claims.holder(self._store, rank)
+            if claim is None:
                 continue
-            if seat not in self._pulses:
-                self._pulses[seat] = seats.pulse(self._store, seat)
-            if self._pulses[seat].silent():
-                seats.release(self._store, seat)
+            if claim not in self._pulses:
+                self._pulses[claim] = claims.pulse(self._store, claim)
+            if self._pulses[claim].silent():
+                claims.release(self._store, claim)
             else:
-                here[rank] = seat.name
+                here[rank] = claim.name
         return here
 
     def close(self) -> None:
         """End the store. Ranks that have found each other don't need it, but for rebuilding the group.
 
         A program here may end before the other machines have read that all are here: close() waits for them, at most
-        `seats.SILENT_S`.
+        `claims.SILENT_S`.
         """
         with contextlib.suppress(OSError):
             if self._store.check(["cluster/complete"]):
-                self._wait_until_all_started(time.monotonic() + seats.SILENT_S)
+                self._wait_until_all_started(time.monotonic() + claims.SILENT_S)
             elif not self._store.check(["cluster/closed"]):
                 self._store.set("cluster/closed", b"the machine that opened the cluster has closed it")
                 time.sleep(LAST_WORDS_S if len(self._here()) > 1 else 0.0)

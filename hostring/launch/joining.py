@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hostring.errors import HandshakeError, RendezvousError
-from hostring.launch import seats
+from hostring.launch import claims
 from hostring.launch.token import Token
 from hostring.store.client import StoreRefusedError, TcpStore
 from hostring.transports.addresses import Address, join_address, with_own_scopes
@@ -22,14 +22,14 @@ class Place:
 
     Attributes:
         rejoins: it had this rank before.
-        seat: how it shows that it is still there; None for a machine that rejoins or has opened the cluster.
+        claim: how it shows that it is still there; None for a machine that rejoins or has opened the cluster.
     """
 
     token: Token
     address: Address
     rank: int
     rejoins: bool = False
-    seat: seats.Seat | None = field(default=None, repr=False)
+    claim: claims.Claim | None = field(default=None, repr=False)
 
     def environment(self) -> dict[str, str]:
         """The variables under which `hostring.init` finds the group. The secret is among them: never print them."""
@@ -67,9 +67,9 @@ def join(token: Token, name: str, *, rejoins: bool = False, timeout: float = 10.
         store = _store(token, address, time.monotonic() + timeout / len(addresses))
         try:
             if rejoins:
-                return Place(token, address, seats.rank_of(store, name), rejoins)
-            seat = seats.take(store, name, token.world_size)
-            return Place(token, address, seat.rank, seat=seat)
+                return Place(token, address, claims.rank_of(store, name), rejoins)
+            claim = claims.take(store, name, token.world_size)
+            return Place(token, address, claim.rank, claim=claim)
         except StoreRefusedError as exc:
             raise HandshakeError(f"the cluster at {join_address(*address)} does not know this token: {exc}") from exc
         except HandshakeError:
@@ -99,13 +99,13 @@ def wait_for_all(place: Place, progress: Callable[[float], None] = lambda left: 
         HandshakeError: the token expired first, or this machine was silent for so long that it lost its rank.
         RendezvousError: the machine that opened the cluster is gone.
     """
-    if place.seat is None:
+    if place.claim is None:
         return
-    store = _store(place.token, place.address, time.monotonic() + seats.SILENT_S)
+    store = _store(place.token, place.address, time.monotonic() + claims.SILENT_S)
     try:
         store.reach()
         store.deadline = 0.0
-        _wait(store, place.token, place.seat, progress)
+        _wait(store, place.token, place.claim, progress)
     except HandshakeError:
         raise
     except ConnectionError as exc:
@@ -114,20 +114,20 @@ def wait_for_all(place: Place, progress: Callable[[float], None] = lambda left: 
         raise RendezvousError(f"the machine that opened the cluster is gone: {exc}", 0) from exc
     except BaseException:  # Ctrl-C
         with contextlib.suppress(OSError):
-            seats.release(store, place.seat)
+            claims.release(store, place.claim)
         raise
     finally:
         store.close()
 
 
-def _wait(store: TcpStore, token: Token, seat: seats.Seat, progress: Callable[[float], None]) -> None:
-    pulse = seats.pulse(store, seat)
+def _wait(store: TcpStore, token: Token, claim: claims.Claim, progress: Callable[[float], None]) -> None:
+    pulse = claims.pulse(store, claim)
     while not store.check(["cluster/complete"]):
         if store.check(["cluster/closed"]):
             raise HandshakeError(store.get("cluster/closed", 1.0).decode())
-        if seats.holder(store, seat.rank) != seat:
+        if claims.holder(store, claim.rank) != claim:
             raise HandshakeError(
-                f"this machine was silent for more than {seats.SILENT_S:.0f} s and lost rank {seat.rank}; join again"
+                f"this machine was silent for more than {claims.SILENT_S:.0f} s and lost rank {claim.rank}; join again"
             )
         pulse.beat()
         progress(token.expires - time.time())

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hostring.errors import HandshakeError, RendezvousError
+from hostring.launch import claims
 from hostring.launch import cluster as opening
-from hostring.launch import seats
 from hostring.launch.cluster import Cluster
 from hostring.launch.joining import join, wait_for_all
 from hostring.launch.token import Token
@@ -144,7 +144,7 @@ def test_a_joined_machine_waits_for_the_last_one_whatever_its_own_timeout(
 ) -> None:
     """Times are a twentieth: a rank is silent after 0.25 s, a start times out after 0.5 s, the last joins after 1.5
     s."""
-    monkeypatch.setattr(seats, "SILENT_S", 0.25)
+    monkeypatch.setattr(claims, "SILENT_S", 0.25)
     monkeypatch.setenv("HOSTRING_TIMEOUT", "0.5")
     opened: list[Any] = []
     inviting = threading.Thread(target=lambda: opened.append(cluster.wait()), daemon=True)
@@ -162,7 +162,7 @@ def test_a_joined_machine_waits_for_the_last_one_whatever_its_own_timeout(
 def test_a_machine_that_fell_silent_is_not_counted_and_its_rank_is_free(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seats, "SILENT_S", 0.5)
+    monkeypatch.setattr(claims, "SILENT_S", 0.5)
     seen: list[dict[int, str]] = []
     inviting = threading.Thread(target=lambda: seen.append(cluster.wait(lambda here, left: seen.append(here))))
     inviting.start()

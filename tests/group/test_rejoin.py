@@ -149,7 +149,7 @@ def vanish(comm: hostring.Comm) -> None:
 
 
 def test_a_rank_that_dies_while_the_group_is_rebuilt_spoils_one_attempt_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 comes back, gets its seat and dies before its links are made; then it comes back once more."""
+    """Rank 2 comes back, gets its new rank and dies before its links are made; then it comes back once more."""
     from hostring.group import group as bootstrap
 
     store, ready = MemoryStore(), threading.Barrier(3)
@@ -173,15 +173,15 @@ def test_a_rank_that_dies_while_the_group_is_rebuilt_spoils_one_attempt_only(mon
         comm.barrier()
         ready.wait(15)
         vanish(comm)
-        seated = bootstrap._seated
+        renewed = bootstrap._reconnect
 
         def die(config: Any, *rest: Any) -> Any:
             if threading.current_thread().name == "dying":
                 died.set()
                 raise InterruptedError("killed")
-            return seated(config, *rest)
+            return renewed(config, *rest)
 
-        monkeypatch.setattr(bootstrap, "_seated", die)
+        monkeypatch.setattr(bootstrap, "_reconnect", die)
         threading.current_thread().name = "dying"
         with pytest.raises(InterruptedError):
             hostring.init(2, 3, store=store, transport="tcp", timeout=20, rejoin=True)
@@ -219,13 +219,13 @@ def test_a_leader_that_falls_silent_is_replaced(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RendezvousError, match="1 here, at least 3 needed"):
         leading.survive(1)
     deadline = time.monotonic() + 20
-    seats = side_by_side(
+    all_new = side_by_side(
         [
             rebuild.Regrouping(store, "g", 1, 2, lambda: 0, deadline).rejoin,
             lambda: rebuild.Regrouping(store, "g", 0, 2, lambda: 0, deadline).survive(1),
         ]
     )
-    assert seats == [rebuild.Seat(1, 2, 2), rebuild.Seat(0, 2, 2)]
+    assert all_new == [rebuild.NewRank(1, 2, 2), rebuild.NewRank(0, 2, 2)]
 
 
 def test_the_dead_are_not_on_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,9 +246,9 @@ def test_the_dead_are_not_on_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(1.0)
         return late.rejoin()
 
-    seats = side_by_side([lambda: rebuild.Regrouping(store, "g", 0, 2, lambda: 0, deadline).survive(1), come_late])
-    assert [seat.world_size for seat in seats] == [2, 2]
-    assert sorted(seat.rank for seat in seats) == [0, 1]
+    all_new = side_by_side([lambda: rebuild.Regrouping(store, "g", 0, 2, lambda: 0, deadline).survive(1), come_late])
+    assert [new.world_size for new in all_new] == [2, 2]
+    assert sorted(new.rank for new in all_new) == [0, 1]
 
 
 def test_frames_of_an_older_epoch_are_refused(run_ranks: Any) -> None:

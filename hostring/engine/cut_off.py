@@ -1,4 +1,5 @@
-"""Whether it is this rank that is cut off: a host whose own cable is out would else blame another rank."""
+"""Whether this host is the one that is cut off from the network. Without these checks, a host whose own cable is out
+would blame another rank."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _TIOCOUTQ: Final = 0x5411  # Linux: bytes in a TCP socket's send queue that the 
 
 
 def far_hosts(links: Mapping[int, Link]) -> dict[int, str]:
-    """The address of each peer on another host, by rank: those that a TCP link leads to, and not over loopback."""
+    """The address of each peer that a TCP link reaches on another host, by rank."""
     found = {}
     for peer, link in links.items():
         with contextlib.suppress(OSError, ValueError), _socket(link) as sock:

@@ -1,4 +1,4 @@
-"""The fold of two 16-bit contributions as they are, in an all-reduce without a float32 buffer: see `Planner.narrow`."""
+"""Adds two 16-bit contributions without a float32 buffer. `Planner.sixteen_bit` says when that gives the same bits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from hostring.arrays.casting import bound_cast, cast
 from hostring.arrays.dtypes import BFLOAT16, FLOAT32, Array, DType
-from hostring.arrays.fold import fold_functions, narrow_sum
+from hostring.arrays.fold import fold_functions, sixteen_bit_sum
 from hostring.engine.receiving import Incoming
 
 
-class NarrowSum:
+class SixteenBitSum:
     """Adds a contribution in place. One that came in another dtype than this rank's is added in float32.
 
     Args:
@@ -23,7 +23,7 @@ class NarrowSum:
     """
 
     def __init__(self, dtype: DType, n_elements: int, theirs: Incoming, wide: dict[int, tuple[Array, Array]]) -> None:
-        bind = narrow_sum(dtype, n_elements)
+        bind = sixteen_bit_sum(dtype, n_elements)
         assert bind is not None
         assert theirs.spot.fixed is not None
         self._add, self._dtype, self._theirs, self._wide = bind(theirs.spot.fixed), dtype, theirs, wide

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hostring.arrays.fold import narrow_sum
+from hostring.arrays.fold import sixteen_bit_sum
 from hostring.arrays.staging import adapter_for
 from hostring.engine.planner import Planner
 
@@ -58,7 +58,7 @@ def test_adding_gives_the_bits_of_float32(dtype, n_elements):
     for shift in range(3):
         left, right = every_pair_of(dtype, n_elements, 0), np.roll(every_pair_of(dtype, n_elements, 1), shift)
         total, other = left.view(np.uint16).copy(), right.view(np.uint16).copy()
-        bind = narrow_sum(NUMPY[dtype], n_elements)
+        bind = sixteen_bit_sum(NUMPY[dtype], n_elements)
         assert bind is not None
         add = bind(other.view(np.float16) if dtype == "float16" else other)
         add(total.view(np.float16) if dtype == "float16" else total)

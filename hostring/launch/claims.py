@@ -1,7 +1,7 @@
 """Who has which rank of a cluster that is still open, as its store says.
 
-A rank is a seat. A process takes the lowest free one, under a name of its own, and shows signs of life while it waits
-for the others. A seat whose process left, or fell silent, is free again.
+A process claims the lowest free rank, under a name of its own, and shows signs of life while it waits for the others.
+The rank of a process that left, or fell silent, is free again.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from hostring.errors import HandshakeError
 from hostring.group.pulse import Pulse
 from hostring.store.stores import Store
 
-SILENT_S = 5.0  # without a sign of life, after which a seat is given to somebody else
+SILENT_S = 5.0  # without a sign of life, after which a rank may be claimed by another process
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One process on one rank. `turn` tells it from those that had the rank before."""
+class Claim:
+    """A process that has claimed a rank. `turn` tells it from those that had the rank before."""
 
     rank: int
     turn: int
     name: str
 
 
-def take(store: Store, name: str, world_size: int) -> Seat:
+def take(store: Store, name: str, world_size: int) -> Claim:
     """The lowest free rank, under `name`.
 
     Raises:
@@ -41,7 +41,7 @@ def take(store: Store, name: str, world_size: int) -> Seat:
         if store.add(f"cluster/taken/{rank}/{turn}", 1) == 1:
             store.set(f"cluster/rank-of/{name}", str(rank).encode())
             store.set(f"cluster/holder/{rank}/{turn}", name.encode())
-            return Seat(rank, turn, name)
+            return Claim(rank, turn, name)
     store.add(f"cluster/names/{name}", -1)
     raise HandshakeError(f"this token is used up: all {world_size} ranks have joined")
 
@@ -57,21 +57,21 @@ def rank_of(store: Store, name: str) -> int:
     return int(store.get(f"cluster/rank-of/{name}", 1.0))
 
 
-def holder(store: Store, rank: int) -> Seat | None:
+def holder(store: Store, rank: int) -> Claim | None:
     """Who has `rank` now."""
     turn = store.add(f"cluster/turns/{rank}", 0)
     key = f"cluster/holder/{rank}/{turn}"
-    return Seat(rank, turn, store.get(key, 1.0).decode()) if store.check([key]) else None
+    return Claim(rank, turn, store.get(key, 1.0).decode()) if store.check([key]) else None
 
 
-def release(store: Store, seat: Seat) -> None:
-    """Make `seat` free again. Does nothing if it is free already."""
-    if store.add(f"cluster/released/{seat.rank}/{seat.turn}", 1) == 1:
-        store.delete(f"cluster/rank-of/{seat.name}")
-        store.add(f"cluster/names/{seat.name}", -1)
-        store.add(f"cluster/turns/{seat.rank}", 1)
+def release(store: Store, claim: Claim) -> None:
+    """Give the rank of `claim` up. Does nothing if that was done already."""
+    if store.add(f"cluster/released/{claim.rank}/{claim.turn}", 1) == 1:
+        store.delete(f"cluster/rank-of/{claim.name}")
+        store.add(f"cluster/names/{claim.name}", -1)
+        store.add(f"cluster/turns/{claim.rank}", 1)
 
 
-def pulse(store: Store, seat: Seat) -> Pulse:
-    """The signs of life of the process on `seat`."""
-    return Pulse(store, f"cluster/alive/{seat.rank}/{seat.turn}", SILENT_S)
+def pulse(store: Store, claim: Claim) -> Pulse:
+    """The signs of life of the process on `claim`."""
+    return Pulse(store, f"cluster/alive/{claim.rank}/{claim.turn}", SILENT_S)
