@@ -26,6 +26,10 @@ def test_nothing_heavy_is_imported():
     assert loaded("import hostring\nfor name in hostring.__all__: getattr(hostring, name)") == set()
 
 
+def test_the_process_that_starts_the_demo_leaves_torch_to_its_ranks():
+    assert "torch" not in loaded("import hostring.integrations.llm.demo.start")
+
+
 def test_a_world_of_one_works_without_torch():
     code = """
 import hostring, numpy

@@ -172,6 +172,7 @@ def _compile(model: ShardedModel, backend: str) -> None:
 
     Nothing is left to compile while a peer waits inside a reduction.
     """
+    model.reducer.hide_from_compiler()
     for layer in model.decoder.layers:
         layer.compile(backend=backend, dynamic=True)
     group, model.reducer.comm = model.reducer.comm, _Alone()

@@ -150,22 +150,15 @@ def test_generate_does_the_same_in_a_launched_group(tmp_path: Path) -> None:
     assert result["controls"] == {}
 
 
-def test_generate_runs_without_a_launcher() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "hostring",
-        "generate",
-        "--max-tokens",
-        "8",
-        "--no-stats",
-        "--prompt",
-        "In the beginning",
-    ]
+def test_generate_runs_without_a_launcher_and_without_the_compiler() -> None:
+    args = ("--max-tokens", "8", "--no-stats", "--prompt", "In the beginning")
+    command = [sys.executable, "-X", "importtime", "-m", "hostring", "generate", *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("In the beginning")
     assert len(done.stdout) > len("In the beginning") + 8
+    assert "torch.nn" in done.stderr
+    assert "torch._dynamo" not in done.stderr  # it takes seconds, and nothing is compiled here
 
 
 def test_a_model_that_ranks_cant_load_ends_the_demo_with_the_reason(tmp_path: Path) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+
+if TYPE_CHECKING:  # the demo's own process reads figures, and saves the seconds that torch takes to import
+    from torch import Tensor
 
 
 class StreamAudit:
