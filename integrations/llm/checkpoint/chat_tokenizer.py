@@ -19,7 +19,6 @@ class ChatTokenizer:
         eos_ids: any of these ends a generation.
         templates: jinja chat templates by name; empty when the checkpoint has none.
         specials: special tokens that templates may name, such as `eos_token`.
-        prefix: ids that plain text starts with.
     """
 
     def __init__(
@@ -28,13 +27,11 @@ class ChatTokenizer:
         eos_ids: frozenset[int],
         templates: Mapping[str, str] | str | None = None,
         specials: Mapping[str, str] | None = None,
-        prefix: Sequence[int] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         sources = {DEFAULT: templates} if isinstance(templates, str) else templates or {}
         self.templates = ChatTemplates(sources, specials or {})
-        self._prefix = list(prefix)
 
     @property
     def vocab_size(self) -> int:
@@ -50,13 +47,13 @@ class ChatTokenizer:
         return frozenset(self.tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text, after the tokens that the checkpoint puts first (such as a BOS).
+        """Ids of plain text, among the tokens that the checkpoint puts around it (such as a BOS).
 
         Raises:
             ValueError: the text holds half of a surrogate pair.
         """
         check_text(text)
-        return [*self._prefix, *self.tokenizer.encode(text, add_special_tokens=not self._prefix).ids]
+        return list(self.tokenizer.encode(text).ids)
 
     def encode_bare(self, text: str) -> list[int]:
         """Ids of text in the middle of a sequence, without tokens that stand at its start or end."""
@@ -91,14 +88,25 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
+        self._unfinished: list[int] = []  # since the last piece
         self._emitted = ""
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is unfinished."""
         self._ids.append(token)
-        piece: str = self._stream.step(self._tokenizer.tokenizer, token) or ""
-        self._emitted += piece
+        self._unfinished.append(token)
+        try:
+            piece = self._step(token)
+        except Exception:  # the library raises Exception itself, when bytes after whole characters spell none
+            self._stream = DecodeStream(skip_special_tokens=True)
+            piece = "".join([self._step(again) for again in self._unfinished])
+        if piece:
+            self._unfinished.clear()
+            self._emitted += piece
         return piece
+
+    def _step(self, token: int) -> str:
+        return self._stream.step(self._tokenizer.tokenizer, token) or ""
 
     def finish(self) -> str:
         """What is left when no more tokens come: an unfinished character shows as U+FFFD."""

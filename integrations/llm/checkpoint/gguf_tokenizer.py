@@ -1,30 +1,36 @@
-"""The tokenizer inside a GGUF file: byte-level BPE, rebuilt for the `tokenizers` library."""
+"""The tokenizer and the chat templates inside a GGUF file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from hostring.integrations.llm.checkpoint.chat_template import DEFAULT
 from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
 from hostring.integrations.llm.checkpoint.fields import Fields
+from hostring.integrations.llm.checkpoint.gguf_byte_bpe import byte_bpe
 from hostring.integrations.llm.checkpoint.gguf_header import map_file, read_header
+from hostring.integrations.llm.checkpoint.gguf_sentencepiece import scored_bpe, unigram
+from hostring.integrations.llm.checkpoint.gguf_vocabulary import Vocabulary
+from hostring.integrations.llm.checkpoint.gguf_wordpiece import wordpiece
 
-_CONTROL, _USER_DEFINED = 3, 4
-_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_KINDS: dict[str, tuple[str, Callable[[Vocabulary], Tokenizer]]] = {
+    "gpt2": ("byte-level BPE", byte_bpe),
+    "llama": ("SentencePiece BPE", scored_bpe),
+    "t5": ("SentencePiece unigram", unigram),
+    "bert": ("WordPiece", wordpiece),
+}
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+_USUAL_IDS: dict[str, dict[str, int]] = {  # as in llama.cpp, where the file names none
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "t5": {"eos": 1, "unknown": 2, "padding": 0},
+    "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
+}
+_ENDS = ("eot", "eom")
 _TEMPLATE = "tokenizer.chat_template"
-
-# How text is cut before merging, as in llama.cpp's src/llama-vocab.cpp, by the name in tokenizer.ggml.pre.
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = _QWEN2.replace(r"|\p{N}| ?", r"|\p{N}{1,3}| ?")
-_SPLITS = {"qwen2": _QWEN2, "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3}
-_GPT2 = ("gpt-2", "gpt2", "default")
-_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 
 
 def read_gguf_tokenizer(path: Path) -> ChatTokenizer:
@@ -42,51 +48,22 @@ def tokenizer_from_fields(values: Mapping[str, Any], source: object = "GGUF meta
         source: the file, for errors.
 
     Raises:
-        ValueError: not byte-level BPE, cut by rules that are not known here, or a list that is missing.
+        ValueError: a kind of tokenizer, or of cutting text, that is not known here; or a list that is missing.
     """
     fields = Fields(source, values, "tokenizer.ggml.")
-    if fields.get("model") != "gpt2":
-        raise ValueError(
-            f"{source}: tokenizer.ggml.model {fields.get('model')!r} is not supported; byte-level BPE ('gpt2') is"
-        )
-    pre = str(fields.get("pre", "default"))
-    cut = _pre_tokenizer(source, pre)
-    tokens = _texts(fields, "tokens")
-    merges = [(left, right) for left, _, right in (pair.partition(" ") for pair in _texts(fields, "merges"))]
-    vocabulary = {t: i for i, t in enumerate(tokens)}
-    try:
-        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in ("llama-bpe", "llama3")))
-    except Exception as exc:  # the library raises Exception itself
-        raise ValueError(f"{source}: tokenizer.ggml.merges don't fit tokenizer.ggml.tokens: {exc}") from exc
-    tokenizer.pre_tokenizer = cut
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = list(zip(tokens, fields.get("token_type", []), strict=False))
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t, kind in kinds if kind == _CONTROL]
-    )
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, kind in kinds if kind == _USER_DEFINED])
-    ids = {n: _id(fields, f"{n}_token_id", len(tokens)) for n in ("bos", "eos", "unknown", "padding")}
+    kind = fields.get("model")
+    if kind not in _KINDS:
+        known = ", ".join(f"{name!r} ({what})" for name, (what, _) in _KINDS.items())
+        raise ValueError(f"{source}: tokenizer.ggml.model {kind!r} is not supported; supported are {known}")
+    vocabulary = Vocabulary.of(fields, _USUAL_IDS.get(kind, {}))
+    ids = {name: vocabulary.id(theirs) for name, theirs in _NAMED.items()}
+    ends = [ids["eos"], *(vocabulary.id(name) for name in _ENDS)]
     return ChatTokenizer(
-        tokenizer,
-        frozenset(i for n in _ENDS if (i := _id(fields, n, len(tokens))) is not None),
+        _KINDS[kind][1](vocabulary),
+        frozenset(i for i in ends if i is not None),
         _templates(values),
-        {f"{n[:3]}_token": tokens[i] for n, i in ids.items() if i is not None},
-        [ids["bos"]] if fields.flag("add_bos_token") and ids["bos"] is not None else [],
+        {f"{name}_token": vocabulary.tokens[i] for name, i in ids.items() if i is not None},
     )
-
-
-def _texts(fields: Fields, name: str) -> list[str]:
-    found = fields.get(name)
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise fields.wrong(name, "a list of texts; byte-level BPE needs tokens and merges")
-    return found
-
-
-def _id(fields: Fields, name: str, n_tokens: int) -> int | None:
-    found = fields.get(name)
-    if found is not None and not (isinstance(found, int) and 0 <= found < n_tokens):
-        raise fields.wrong(name, f"the id of one of the {n_tokens} tokens")
-    return found
 
 
 def _templates(values: Mapping[str, Any]) -> dict[str, str]:
@@ -94,17 +71,3 @@ def _templates(values: Mapping[str, Any]) -> dict[str, str]:
     found = {key.removeprefix(f"{_TEMPLATE}."): str(v) for key, v in values.items() if key.startswith(f"{_TEMPLATE}.")}
     single = values.get(_TEMPLATE)
     return found if single is None else {**found, DEFAULT: str(single)}
-
-
-def _pre_tokenizer(source: object, name: str) -> pre_tokenizers.PreTokenizer:
-    if name in _GPT2:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if name in _SINGLE_DIGITS:
-        return pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    if name in _SPLITS:
-        split = pre_tokenizers.Split(Regex(_SPLITS[name]), behavior="isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    known = ", ".join([*_GPT2, *_SINGLE_DIGITS, *_SPLITS])
-    raise ValueError(f"{source}: tokenizer.ggml.pre {name!r} is not known; supported: {known}")
