@@ -122,7 +122,7 @@ def test_the_script_that_trained_it_ends_with_equal_weights(tmp_path: Path) -> N
     verses = [f"Ge{c}:{v} {PASSAGE} Number {v} of {c}." for c in range(1, 60) for v in range(1, 6)]
     text.write_text("\n".join(verses), encoding="utf-8")
     script = Path(__file__).parents[2] / "examples" / "train_tiny.py"
-    args = ["--text", text, "--out", tmp_path / "out", "--minutes", "0.05", "--windows", "2", "--window", "64"]
+    args = ["--text", text, "--out", tmp_path / "out", "--minutes", "0.02", "--windows", "2", "--window", "64"]
     command = [sys.executable, "-m", "hostring", "launch", "-n", "2", str(script), *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
