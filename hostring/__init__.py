@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ProtocolError,
         RendezvousError,
     )
+    from hostring.topologies.units import UnitFold
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,13 +37,20 @@ __all__ = [
     "PeerLostError",
     "ProtocolError",
     "RendezvousError",
+    "UnitFold",
     "Work",
     "init",
     "register_adapter",
 ]
 
 
-_HOMES = {"Comm": "comm", "Adapter": "arrays.adapter", "register_adapter": "arrays.staging", "Work": "engine.work"}
+_HOMES = {
+    "Adapter": "arrays.adapter",
+    "Comm": "comm",
+    "UnitFold": "topologies.units",
+    "Work": "engine.work",
+    "register_adapter": "arrays.staging",
+}
 
 
 def __getattr__(name: str) -> Any:

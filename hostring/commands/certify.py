@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from hostring.topologies.proof import Certificate
+    from hostring.topologies.unit_proof import UnitProof
 
 SEGMENT = 8  # elements; short, so that small buffers have several segments and their borders are tried
 
@@ -80,8 +83,11 @@ def certify(
     wire: Annotated[
         str, typer.Option(help="What contributions are rounded to: float32 (not at all), bfloat16 or mxint8.")
     ] = "float32",
+    max_units: Annotated[
+        int, typer.Option(min=1, help="Also prove the order over units, for every split of up to so many units.")
+    ] = 16,
 ) -> None:
-    """Prove every all-reduce's fold order, and compare bits on links.
+    """Prove every all-reduce's fold order and the order over units, and compare bits on links.
 
     The exit code is 1 when any element on any rank is folded in another order than declared.
     """
@@ -90,21 +96,27 @@ def certify(
     from hostring.command_line import console, show_table
     from hostring.group.contract import contract
     from hostring.topologies.proof import NotCertified, combinations
+    from hostring.topologies.unit_proof import UnitProof
 
     contract("auto", "rank", wire)  # refuses an unknown wire
     lines = [Line(*names, wire) for names in combinations()]
-    steps = [(line.prove, n) for line in lines for n in range(2, max_ranks + 1)]
+    steps: list[tuple[Callable[[int], None], int]] = [
+        (line.prove, n) for line in lines for n in range(2, max_ranks + 1)
+    ]
     if links:
         steps += [(line.compare, n) for line in lines for n in range(2, max_ranks + 1)]
+    units = UnitProof()
+    steps += [(partial(units.prove, max_ranks=max_ranks), n) for n in range(1, max_units + 1)]
     out = console()
     try:
-        for step, world_size in track(steps, "certifying", console=out, transient=True):
-            step(world_size)
+        for step, number in track(steps, "certifying", console=out, transient=True):
+            step(number)
     except NotCertified as exc:
         out.print(f"NOT CERTIFIED: {exc}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from exc
     show_table(out, _table(lines, max_ranks, links))
     out.print(_summary(lines, max_ranks, links, wire), highlight=False, soft_wrap=True)
+    out.print(_of_units(units, max_units, max_ranks), highlight=False, soft_wrap=True)
 
 
 def _table(lines: list[Line], max_ranks: int, links: bool) -> Table:
@@ -136,3 +148,10 @@ def _summary(lines: list[Line], max_ranks: int, links: bool, wire: str) -> str:
     of = "" if wire == "float32" else f" of contributions rounded to {wire}"
     results = sum(line.on_links for line in lines)
     return f"certified: {proven}; {results} results over loopback TCP have the bits of the numpy fold{of}."
+
+
+def _of_units(units: UnitProof, max_units: int, max_ranks: int) -> str:
+    return (
+        f"certified: {units.splits:,} splits of 1 to {max_units} units over 1 to {max_ranks} ranks, in every order of "
+        f"ranks, complete the one tree over units; with up to {units.n_slots} slots."
+    )

@@ -103,7 +103,7 @@ def test_help(argv: list[str]) -> None:
 
 
 def test_certify_plan_and_doctor() -> None:
-    assert "certified" in shown(run("certify", "--max-ranks", "2", "--no-links"))
+    assert "certified" in shown(run("certify", "--max-ranks", "2", "--no-links", "--max-units", "4"))
     table = shown(run("plan", "topology", "--ranks", "2..3", "--sizes", "4K"))
     assert "milliseconds" in table
     assert "?" not in table

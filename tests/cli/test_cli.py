@@ -67,18 +67,19 @@ def test_launch_runs_a_module() -> None:
 
 
 def test_certify_proves_every_combination_and_compares_bits_on_links() -> None:
-    shown = CliRunner().invoke(app, ["certify", "--max-ranks", "3"])
+    shown = CliRunner().invoke(app, ["certify", "--max-ranks", "3", "--max-units", "5"])
     assert shown.exit_code == 0, shown.output
     n = len(list(combinations()))
     results = n * sum(ranks * len(sizes(ranks)) for ranks in (2, 3))
     assert f"certified: {n} combinations" in shown.output
     assert f"{results} results over loopback TCP" in shown.output
+    assert "certified: 240 splits of 1 to 5 units over 1 to 3 ranks" in shown.output
     for topology, variant, order in combinations():
         assert [line for line in shown.output.splitlines() if line.split()[:3] == [topology, variant, order]]
 
 
 def test_certify_without_links_says_nothing_of_links() -> None:
-    shown = CliRunner().invoke(app, ["certify", "--max-ranks", "2", "--no-links"])
+    shown = CliRunner().invoke(app, ["certify", "--max-ranks", "2", "--no-links", "--max-units", "2"])
     assert shown.exit_code == 0
     assert "links" not in shown.output
     assert "TCP" not in shown.output

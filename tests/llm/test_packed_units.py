@@ -1,51 +1,12 @@
-"""Units of a row-parallel product: whoever holds them, the fold that results is the one tree that the model fixes."""
+"""Units of a row-parallel product lie on block borders, and shares are whole units."""
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import pytest
 
-from hostring.arrays.fold import expression
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.packed.plan import UnitPlan
-from hostring.integrations.llm.packed.units import fold_of, ranks_fold_it, slots_of
-
-
-def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
-    """All ways to share `total` units out over `parts` ranks, none included."""
-    return [c for c in itertools.product(range(total + 1), repeat=parts) if sum(c) == total]
-
-
-def put(tree: Any, terms: list[Any]) -> Any:
-    return terms[tree] if isinstance(tree, int) else (put(tree[0], terms), put(tree[1], terms))
-
-
-@pytest.mark.parametrize("n_ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("n_units", [1, 2, 3, 4, 6, 7, 8])
-def test_every_split_completes_the_order_called_tree(n_units: int, n_ranks: int) -> None:
-    wanted = expression("tree", list(range(n_units)))
-    for shares in compositions(n_units, n_ranks):
-        slots = slots_of(shares)
-        first = 0
-        for held, spans in zip(shares, slots, strict=True):  # a rank brings what it holds, and nothing else
-            assert [u for a, b in spans for u in range(a, b)] == list(range(first, first + held))
-            first += held
-        spans = [span for rank in slots for span in rank]
-        folded = [put(fold_of([(u, u + 1) for u in range(a, b)], (a, b)), list(range(a, b))) for a, b in spans]
-        assert put(fold_of(spans, (0, n_units)), folded) == wanted
-
-
-def test_ranks_fold_the_tree_themselves_where_their_order_is_that_of_the_tree() -> None:
-    assert ranks_fold_it(slots_of([3]))
-    assert ranks_fold_it(slots_of([2, 1]))
-    assert ranks_fold_it(slots_of([1, 1, 1]))
-    assert ranks_fold_it(slots_of([2, 2]))
-    assert ranks_fold_it(slots_of([0, 2, 0, 1]))
-    assert not ranks_fold_it(slots_of([1, 2]))  # rank 1 brings two subtrees
-    assert not ranks_fold_it(slots_of([1, 1, 1, 1]))  # ((0 + 1) + 2) + 3 is not (0 + 1) + (2 + 3)
 
 
 def config(heads: int, kv_heads: int, columns: int, head_dim: int = 64) -> ModelConfig:

@@ -83,7 +83,7 @@ class _Step:
         for n, plan in enumerate(self._plans[1:-1]):
             compute(backend, plan)
             for slot in self._others[n & 1]:
-                slot.fill(0.0)
+                slot.fill(-0.0)  # which changes no number and no zero
             sums.reduce(self._reduced[n & 1], self._completes[n & 1])
         compute(backend, self._plans[-1])
         sums.end(e.x)

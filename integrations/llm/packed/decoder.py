@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hostring import UnitFold
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.packed.check import check_formats
@@ -17,7 +18,6 @@ from hostring.integrations.llm.packed.library import Pointer, Unavailable, load
 from hostring.integrations.llm.packed.memory import Arena
 from hostring.integrations.llm.packed.plan import UnitPlan
 from hostring.integrations.llm.packed.regions import Fold, LayerWeights
-from hostring.integrations.llm.packed.units import Span, Tree, fold_of, ranks_fold_it, slots_of
 from hostring.integrations.llm.packed.weights import PackedWeights, column_unit, unsupported
 
 MAX_CUTS_PER_LAYER = 64
@@ -31,6 +31,7 @@ class PackedDecoder:
         plan: who holds what. units: where row-parallel products may be cut.
         threads: that compute.
         beside_exact: other ranks compute exact and know no units, so this one brings a single sum, in its own order.
+        order: in which the group's all-reduce folds ranks.
 
     Attributes:
         nbytes_held: bytes of the file that this rank holds, mapped or copied.
@@ -49,12 +50,13 @@ class PackedDecoder:
         rank: int,
         threads: int = 1,
         beside_exact: bool = False,
+        order: str = "rank",
     ) -> None:
         if why := unsupported(checkpoint.tensors):
             raise Unavailable(why)
         self.ggml, self.threads = load(), threads
         self.config, self.plan, self.rank = checkpoint.config, plan, rank
-        self.beside_exact = beside_exact
+        self.beside_exact, self._order = beside_exact, order
         self.spare_memory: dict[int, deque[Any]] = {}
         self.local = plan.local_config(checkpoint.config, rank)
         self.arena = Arena(self.ggml)
@@ -84,19 +86,9 @@ class PackedDecoder:
 
     def _fold(self, shares: Sequence[int]) -> Fold:
         """What this rank brings to a reduction over units of which rank r holds `shares[r]`."""
-        if self.beside_exact:
-            held = range(shares[self.rank])
-            return Fold([(0, fold_of([(n, n + 1) for n in held], (0, len(held))))] if held else [], 1, 0)
-        slots = slots_of(shares)
-        spans = [span for spans in slots for span in spans]
-        first = sum(shares[: self.rank])
-        own = [(first + n, first + n + 1) for n in range(shares[self.rank])]
-        trees = [fold_of(_below(own, span), span) for span in slots[self.rank]]
-        trees = [_shifted(tree, span[0] - first) for tree, span in zip(trees, slots[self.rank], strict=True)]
-        if ranks_fold_it(slots):  # the all-reduce itself completes the tree
-            return Fold([(0, tree) for tree in trees], 1, 0)
-        number = sum(len(spans) for spans in slots[: self.rank])
-        return Fold([(number + n, tree) for n, tree in enumerate(trees)], len(spans), fold_of(spans, (0, sum(shares))))
+        rank, shared = (0, (shares[self.rank],)) if self.beside_exact else (self.rank, tuple(shares))
+        fold = UnitFold(shared, self._order)
+        return Fold(fold.brings(rank), fold.n_slots, fold.completes) if sum(shared) else Fold([], 1, 0)
 
     def _layer(self, n: int) -> LayerWeights:
         config, plan, rank, weights = self.config, self.plan, self.rank, self._weights
@@ -148,14 +140,6 @@ class PackedDecoder:
         data = np.frombuffer(mapped, np.uint8)
         for start, nbytes in self._weights.held:
             data[start : start + nbytes : mmap.PAGESIZE].sum()
-
-
-def _below(own: Sequence[Span], span: Span) -> list[Span]:
-    return [unit for unit in own if span[0] <= unit[0] and unit[1] <= span[1]]
-
-
-def _shifted(tree: Tree, by: int) -> Tree:
-    return tree + by if isinstance(tree, int) else (_shifted(tree[0], by), _shifted(tree[1], by))
 
 
 def units_of(checkpoint: GgufCheckpoint) -> UnitPlan:

@@ -127,7 +127,8 @@ def build_packed(
         units = units_of(checkpoint)
         plan = units.shares(config, comm.world_size) if plan is None else plan
         plan.check(config)
-        decoder = PackedDecoder(checkpoint, plan, units, comm.rank, threads or torch.get_num_threads(), beside_exact)
+        threads = threads or torch.get_num_threads()
+        decoder = PackedDecoder(checkpoint, plan, units, comm.rank, threads, beside_exact, comm.order)
     except ValueError as exc:
         raise Unavailable(str(exc)) from exc
     max_seq = min(config.max_position_embeddings, 4096) if max_seq is None else max_seq
