@@ -133,7 +133,6 @@ def test_a_rank_that_dies_between_prompts_costs_no_answer(
     demo = run("demo", "--ranks", "3", *GREEDY, *args, stdin=subprocess.PIPE)
     demo.say(PROMPTS[0] + "\n")
     demo.wait_for(lambda out, err: answers[0][1] in out)
-    time.sleep(1.0)  # the ranks still bring their figures together
     before = time.monotonic()
     os.kill(demo.rank(2), signal.SIGKILL)
     demo.wait_for(lambda out, err: "rank 2 (float32) is lost" in err)

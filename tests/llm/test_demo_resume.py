@@ -11,6 +11,7 @@ from demo_jobs import PROMPTS, job
 from ranks import in_threads
 
 import hostring
+from hostring.integrations.llm.demo import rank_model
 from hostring.integrations.llm.demo.job import Job
 from hostring.integrations.llm.demo.measure import measure
 from hostring.rendezvous import MemoryStore
@@ -122,3 +123,21 @@ def test_a_rank_that_does_not_come_back_in_time_ends_the_run() -> None:
     assert [turn["complete"] for turn in result["turns"]] == [False]
     assert result["turns"][0]["tokens"]
     assert (lost[0]["rank"], lost[0]["waits"]) == (1, True)
+
+
+def test_a_rank_that_is_lost_after_the_answer_costs_its_report_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = rank_model.gather
+
+    def gather(comm: hostring.Comm, report: Any) -> Any:
+        if comm.rank == 1:
+            comm.session.group.abort()
+        return reported(comm, report)
+
+    monkeypatch.setattr(rank_model, "gather", gather)
+    work = job(PROMPTS[0], dtypes=("float32",) * 2)
+    result, other = in_threads(2, lambda comm: measure(work, comm, silent), check=False, transport="tcp")
+    assert isinstance(other, hostring.HostringError)
+    (turn,) = result["turns"]
+    assert (turn["complete"], turn["lost"], len(turn["tokens"])) == (True, None, 24)
+    assert "rank 1 is lost" in result["error"]
+    assert result["per_rank"] == []

@@ -27,14 +27,6 @@ from hostring.integrations.llm.sharded import DTYPES, build
 ROUNDINGS = 40
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def alone() -> Iterator[hostring.Comm]:
     with hostring.init(0, 1) as comm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,6 @@ from hostring.integrations.llm.sharded import DTYPES, build, parallelize
 
 Ranks = Callable[..., list[Any]]
 ROUNDINGS = 40  # see test_llm_model.py
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def endless(path: Path, comm: hostring.Comm, **options: Any) -> Any:

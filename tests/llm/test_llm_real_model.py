@@ -60,14 +60,6 @@ def header_read_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @cache
 def oracle() -> Any:
     """The same file, loaded by transformers."""

@@ -15,7 +15,7 @@ from hostring.integrations.llm.generate import Generation
 
 def figures(model: RankModel, head: Head, controls: Controls, error: str | None) -> dict[str, Any]:
     """Everything for JSON. Bytes are those of all ranks together; `per_rank` has each rank's own."""
-    job, measured = model.job, head.last_complete
+    job, measured = model.job, head.last_measured
     result: dict[str, Any] = {
         "ranks": model.comm.world_size,
         "dtypes": list(job.dtypes),

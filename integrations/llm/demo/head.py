@@ -32,15 +32,16 @@ class Head:
         self._controls_due = model.job.controls
 
     @property
-    def last_complete(self) -> Turn | None:
-        return next((turn for turn in reversed(self.turns) if turn.generation is not None), None)
+    def last_measured(self) -> Turn | None:
+        """The last prompt that was answered to the end, and on which every rank has reported."""
+        return next((turn for turn in reversed(self.turns) if turn.reports), None)
 
     def next_step(self, fresh: bool) -> Step:
         try:
             if self._turn is None:
                 self._turn = self._next_turn()
         except EOFError:
-            measured = self.last_complete
+            measured = self.last_measured
             if self._controls_due and measured is not None:
                 self._controls_due = False
                 return Step(CONTROLS, ids=measured.ids)
@@ -81,10 +82,11 @@ class Head:
             self._tell("text", piece)
 
         found = model.answer(step.ids, warm_up=step.fresh, on_text=on_text, on_token=turn.tokens.append)
-        turn.generation, turn.reports = found
+        turn.generation = found
         if model.conversation is not None:
-            model.conversation.remember(turn.prompt, turn.ids, turn.generation)
-        self._turn = None
+            model.conversation.remember(turn.prompt, turn.ids, found)
+        self._turn = None  # answered, even if a rank is lost before it has reported
+        turn.reports = model.reports(found)
         if model.job.several:
             self._tell("answered", None)
 

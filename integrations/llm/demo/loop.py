@@ -150,7 +150,7 @@ class Follower:
         return None
 
     def answer(self, step: Step) -> None:
-        self._model.answer(step.ids, warm_up=step.fresh)
+        self._model.reports(self._model.answer(step.ids, warm_up=step.fresh))
 
     def refused(self, exc: ValueError) -> None:
         pass

@@ -91,14 +91,17 @@ class RankModel:
         warm_up: bool,
         on_text: Callable[[str], None] | None = None,
         on_token: Callable[[int], None] | None = None,
-    ) -> tuple[Generation, list[Report]]:
-        """Answer on all ranks, in the conversation where there is one. Reports come by rank, on the head rank only."""
+    ) -> Generation:
+        """Answer on all ranks, in the conversation where there is one."""
         model = self.model(self.comm, self.job.dtypes)
         if warm_up:
             self._warm_up(model, ids)
         generate = model.generate if self.conversation is None else self.conversation.answer
-        found = generate(ids, self.sampling, max_tokens=self.job.max_tokens, on_text=on_text, on_token=on_token)
-        return found, self._reports(self.comm, self.job.dtypes, model, found)
+        return generate(ids, self.sampling, max_tokens=self.job.max_tokens, on_text=on_text, on_token=on_token)
+
+    def reports(self, found: Generation) -> list[Report]:
+        """What every rank says of an answer, by rank, on the head rank; nothing elsewhere. A collective."""
+        return self._reports(self.comm, self.job.dtypes, self.model(self.comm, self.job.dtypes), found)
 
     def again(self, ids: Sequence[int], comm: Comm, dtypes: tuple[str, ...]) -> tuple[Generation, list[Report]]:
         """Generate the same on another group, or in other dtypes, for comparison."""
