@@ -6,7 +6,6 @@ Faults strike by position, not by time, so a slow machine changes nothing. The d
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import random
@@ -21,12 +20,11 @@ from typing import Any
 
 from hostring.comm import Comm
 from hostring.engine.frames import HEADER_BYTES, MAGIC
-from hostring.group import greeting
+from hostring.group import greeting, tasks
 from hostring.group.config import from_environment
 from hostring.group.connecting import Connecting
 from hostring.group.contract import contract, neighbours
 from hostring.group.group import connect
-from hostring.store import streams
 from hostring.store.client import MAX_MESSAGE_BYTES, TcpStore
 from hostring.store.protocol import PREFIX, framed, pack
 from hostring.transports.link import Link
@@ -193,8 +191,7 @@ def join(
 
 # ------------------------------------------------------------------ the hello
 
-_starting = threading.local()  # which fault the rank that starts in this thread has
-_greeting = threading.local()  # the same in the thread that says its hellos
+_starting = threading.local()  # which fault the rank that starts in this thread has, and its links so far
 
 
 @contextlib.contextmanager
@@ -210,57 +207,51 @@ def bad_hello(fault: Fault) -> Iterator[None]:
 @contextlib.contextmanager
 def hellos_spoiled() -> Iterator[None]:
     """Lets `bad_hello` work: puts itself between the hellos and their sockets."""
-    send, read, run, main = greeting.send, streams._exactly, Connecting.run, Connecting.main
+    send, receive, run = greeting.send, greeting.receive, Connecting.run
 
     def bad_run(self: Any, *until: Any) -> None:
-        self.fault = getattr(_starting, "fault", None)
+        _starting.greeted = self.greeted
         run(self, *until)
 
-    async def bad_main(self: Any, *until: Any) -> None:
-        _greeting.greeted, _greeting.fault = self.greeted, self.fault
-        await main(self, *until)
+    async def bad_send(sock: socket.socket, data: bytes, until: float) -> None:
+        fault: Fault | None = getattr(_starting, "fault", None)
+        if fault is None or fault.name == "none" or await _spoil_hello(fault, sock, data):
+            await send(sock, data, until)
 
-    async def bad_send(sock: socket.socket, data: bytes) -> None:
-        fault: Fault | None = getattr(_greeting, "fault", None)
-        if fault is not None and fault.name != "none" and not await _spoil_hello(fault, sock, framed(data)):
-            return
-        await send(sock, data)
-
-    async def bad_read(sock: socket.socket, nbytes: int) -> bytes:
-        fault: Fault | None = getattr(_greeting, "fault", None)
+    async def bad_receive(sock: socket.socket, nbytes: int, until: float) -> bytes:
+        fault: Fault | None = getattr(_starting, "fault", None)
         data = b""
         while fault is not None and fault.name == "slow" and nbytes - len(data) > 20:
-            await asyncio.sleep(0.001)
-            data += await read(sock, 20)
-        return data + await read(sock, nbytes - len(data))
+            await tasks.sleep(0.001)
+            data += await receive(sock, 20, until)
+        return data + await receive(sock, nbytes - len(data), until)
 
-    greeting.send, streams._exactly, Connecting.run, Connecting.main = bad_send, bad_read, bad_run, bad_main  # type: ignore[method-assign]
+    greeting.send, greeting.receive, Connecting.run = bad_send, bad_receive, bad_run  # type: ignore[method-assign]
     try:
         yield
     finally:
-        greeting.send, streams._exactly, Connecting.run, Connecting.main = send, read, run, main  # type: ignore[method-assign]
+        greeting.send, greeting.receive, Connecting.run = send, receive, run  # type: ignore[method-assign]
 
 
 async def _spoil_hello(fault: Fault, sock: socket.socket, message: bytes) -> bool:
     """Returns whether the message is still to be sent."""
-    loop = asyncio.get_running_loop()
     if fault.name in BY_PROCESS and not fault.struck:
         fault.strike()
     if fault.name in (*BY_PROCESS, "slow"):
         return True
     if fault.name == "fragments":
         for byte in message:
-            await loop.sock_sendall(sock, bytes([byte]))
+            sock.send(bytes([byte]))
         return False
     if fault.name in ("junk", "oversized"):
-        await loop.sock_sendall(sock, PREFIX.pack(40 if fault.name == "junk" else 0xFFFFFFFF) + os.urandom(40))
+        sock.send(PREFIX.pack(40 if fault.name == "junk" else 0xFFFFFFFF) + os.urandom(40))
         return False
     if fault.name == "truncated":
-        await loop.sock_sendall(sock, message[:30])
+        sock.send(message[:30])
     if fault.name == "reset":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
-    _greeting.greeted.fail(Vanished())
-    await asyncio.sleep(60)
+    _starting.greeted.fail(Vanished())
+    await tasks.sleep(60)
     return False
 
 

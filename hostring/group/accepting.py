@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import logging
 import socket
 from collections import OrderedDict
@@ -14,46 +12,61 @@ from dataclasses import replace
 from hostring.errors import HandshakeError
 from hostring.group.greeting import HELLO_S, Greeted, converse, say_at_once
 from hostring.group.handshake import Hello, RefusedError, accept, compare_contracts, refusal
+from hostring.group.tasks import Task, Tasks, readable, sleep
 from hostring.store.protocol import framed
-from hostring.store.streams import end
 from hostring.transports.link import LinkKey
 
 log = logging.getLogger("hostring")
 
 MAX_STRANGERS = 64  # callers beyond those that are expected, whose hello may last at the same time
+MAX_AT_ONCE = 64  # callers that are let in before the other tasks go on
+RETRY_S = 0.1  # before a listener is asked again that could give no socket
 MAX_WARNINGS = 5  # about dropped callers: a scanner must not flood the terminal
 
 
 class Acceptor:
-    """One rank's accepting of links. `accepted` is to be called with every caller.
+    """One rank's accepting of links.
 
     Args:
         greeted: where the links are collected.
         expected: the links that others dial.
+        tasks: run the hellos.
     """
 
-    def __init__(self, greeted: Greeted, expected: Collection[LinkKey]) -> None:
-        self._greeted, self._expected = greeted, expected
-        self._callers: OrderedDict[asyncio.Task[None], None] = OrderedDict()
+    def __init__(self, greeted: Greeted, expected: Collection[LinkKey], tasks: Tasks) -> None:
+        self._greeted, self._expected, self._tasks = greeted, expected, tasks
+        self._callers: OrderedDict[socket.socket, Task] = OrderedDict()
         self._dropped = 0
 
-    def accepted(self, sock: socket.socket, who: str) -> None:
-        """Greet a caller. If there are too many, the one that has kept silent longest is dropped."""
+    async def accept_all(self, listener: socket.socket) -> None:
+        """Greet every caller at `listener`, until this task is cancelled."""
+        while True:
+            await readable(listener)
+            try:
+                for _ in range(MAX_AT_ONCE):
+                    sock, who = listener.accept()
+                    sock.setblocking(False)
+                    self._let_in(sock, str(who or "this host"))
+            except BlockingIOError:
+                pass
+            except OSError:  # out of descriptors, or the caller hung up already: neither lasts
+                await sleep(RETRY_S)
+
+    def _let_in(self, sock: socket.socket, who: str) -> None:
+        """If there are too many callers, the one that has kept silent longest is dropped."""
         if len(self._callers) >= MAX_STRANGERS + len(self._expected):
-            self._callers.popitem(last=False)[0].cancel()
-        task = asyncio.ensure_future(self.greet(sock, who))
-        self._callers[task] = None
-        task.add_done_callback(functools.partial(self._done, sock))
+            self._tasks.cancel(next(iter(self._callers.values())))
+        task = self._tasks.start(self._greet_and_close(sock, who))
+        if not task.done:
+            self._callers[sock] = task
 
-    def _done(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
-        """Close what isn't kept. Not done in `greet`, which never runs if it is cancelled at once."""
-        self._callers.pop(task, None)
-        if sock not in self._greeted.sockets.values():
-            sock.close()
-
-    async def end(self) -> None:
-        """Drop all callers whose hello is not finished."""
-        await end(self._callers)
+    async def _greet_and_close(self, sock: socket.socket, who: str) -> None:
+        try:
+            await self.greet(sock, who)
+        finally:
+            self._callers.pop(sock, None)
+            if sock not in self._greeted.sockets.values():
+                sock.close()
 
     async def greet(self, sock: socket.socket, who: str) -> None:
         """One caller's hello. Keeps its socket, or drops it and logs why."""
@@ -78,7 +91,7 @@ class Acceptor:
             greeted.fail(exc)
         except (EOFError, ConnectionError) as exc:  # a peer that tries several of our addresses gives up the others
             self._drop(who, str(exc), logging.INFO)
-        except (OSError, ValueError, asyncio.TimeoutError) as exc:
+        except (OSError, ValueError) as exc:
             self._drop(who, str(exc) or f"silent for {HELLO_S:.0f} s")
 
     def _own(self, kind: str) -> Hello:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
+import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from hostring.errors import HandshakeError, HostringError, RendezvousError
 from hostring.group.greeting import HELLO_S, Greeted, converse
 from hostring.group.handshake import RefusedError, compare_contracts, dial
-from hostring.store.streams import end
+from hostring.group.tasks import Task, Tasks, all_done, first_done, sleep, writable
 from hostring.transports.addresses import Address, join_address, scope_id
 
 log = logging.getLogger("hostring")
@@ -34,12 +36,12 @@ class Dialer:
     Args:
         greeted: where the links are collected.
         addresses: of each peer, best first.
+        tasks: run the attempts.
     """
 
-    def __init__(self, greeted: Greeted, addresses: Mapping[int, Sequence[Address]]) -> None:
-        self._greeted, self._addresses = greeted, addresses
+    def __init__(self, greeted: Greeted, addresses: Mapping[int, Sequence[Address]], tasks: Tasks) -> None:
+        self._greeted, self._addresses, self._tasks = greeted, addresses, tasks
         self._rank = greeted.hello.rank
-        self._attempts: set[asyncio.Task[Address]] = set()
         self._reached: set[int] = set()  # peers whose address was logged
 
     async def dial_all(self, peer: int, kinds: Sequence[str]) -> None:
@@ -47,16 +49,15 @@ class Dialer:
         try:
             addresses = self._addresses[peer]
             if _is_certain(addresses):  # then all links are made at once
-                await asyncio.gather(*(self._until_linked(peer, kind, addresses) for kind in kinds))
+                await self._link_all(peer, kinds, addresses)
             else:
                 address = await self._until_linked(peer, kinds[0], addresses)
-                await asyncio.gather(*(self._until_linked(peer, kind, [address]) for kind in kinds[1:]))
+                await self._link_all(peer, kinds[1:], [address])
         except Exception as exc:
             self._greeted.fail(exc)
 
-    async def end(self) -> None:
-        """End attempts that still run: a race that is cancelled a second time leaves its own behind."""
-        await end(self._attempts)
+    async def _link_all(self, peer: int, kinds: Sequence[str], addresses: Sequence[Address]) -> None:
+        await all_done([self._tasks.start(self._until_linked(peer, kind, addresses)) for kind in kinds])
 
     async def _until_linked(self, peer: int, kind: str, addresses: Sequence[Address]) -> Address:
         pause, refusals = FIRST_PAUSE_S, 0
@@ -71,12 +72,12 @@ class Dialer:
                     raise HandshakeError(f"rank {self._rank} gets no link to rank {peer}: {outcome}", peer)
             elif isinstance(outcome, HandshakeError) and not isinstance(outcome, RefusedError):
                 raise outcome
-            await asyncio.sleep(pause)
+            await sleep(pause)
             pause = min(MAX_PAUSE_S, pause * PAUSE_GROWTH)
 
     async def _race(self, peer: int, kind: str, addresses: Sequence[Address]) -> Address | BaseException:
         """Try the addresses, each a little after the one before; the first that leads to the peer wins."""
-        running: set[asyncio.Task[Address]] = set()
+        running: list[Task] = []
         worst: BaseException = RendezvousError(f"rank {peer} has published no address that rank {self._rank} can use")
         queue = list(addresses)
         try:
@@ -84,27 +85,21 @@ class Dialer:
                 stagger = STAGGER_S
                 if queue:
                     address = queue.pop(0)
-                    running.add(self._attempt(peer, kind, address))
+                    running.append(self._tasks.start(self._dial(peer, kind, address)))
                     if address[0].startswith("@"):  # on this host: it answers, or is not there at all
                         stagger = HELLO_S
-                done, running = await asyncio.wait(
-                    running, timeout=stagger if queue else None, return_when=asyncio.FIRST_COMPLETED
-                )
-                errors = [task.exception() for task in done]  # of all, or asyncio complains about those never asked for
-                for task, exc in zip(done, errors, strict=True):
-                    if exc is None:
-                        return task.result()
-                    if isinstance(exc, HandshakeError) or not isinstance(worst, HandshakeError):
-                        worst = exc
+                await first_done(running, stagger if queue else inf)
+                for task in [task for task in running if task.done]:
+                    running.remove(task)
+                    if task.error is None:
+                        won: Address = task.result
+                        return won
+                    if isinstance(task.error, HandshakeError) or not isinstance(worst, HandshakeError):
+                        worst = task.error
         finally:
-            await end(running)
+            for task in running:
+                self._tasks.cancel(task)
         return worst
-
-    def _attempt(self, peer: int, kind: str, address: Address) -> asyncio.Task[Address]:
-        task = asyncio.ensure_future(self._dial(peer, kind, address))
-        self._attempts.add(task)
-        task.add_done_callback(self._attempts.discard)
-        return task
 
     async def _dial(self, peer: int, kind: str, address: Address) -> Address:
         greeted, mine = self._greeted, self._greeted.hello
@@ -112,7 +107,7 @@ class Dialer:
         sock = socket.socket(family, socket.SOCK_STREAM)
         kept = False
         try:
-            await asyncio.wait_for(_connect(sock, target), HELLO_S)
+            await _connect(sock, target)
             theirs, _ = await converse(dial(replace(mine, kind=kind), peer, greeted.secret), sock)
             compare_contracts(mine.rank, mine.contract, peer, theirs.contract)
             if peer not in self._reached:  # said first: the last link that is kept ends the start
@@ -121,7 +116,7 @@ class Dialer:
             greeted.keep(sock, theirs)
             kept = True
             return address
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise OSError(errno.ETIMEDOUT, f"{show(address)}: no answer in {HELLO_S:.0f} s") from None
         except (OSError, EOFError, ValueError) as exc:
             if isinstance(exc, HostringError):
@@ -156,6 +151,10 @@ def _target(address: Address) -> tuple[socket.AddressFamily, Any]:
 
 async def _connect(sock: socket.socket, target: Any) -> None:
     sock.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(sock, target)
+    if (failed := sock.connect_ex(target)) == errno.EINPROGRESS:
+        await writable(sock, time.monotonic() + HELLO_S)
+        failed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if failed:
+        raise OSError(failed, os.strerror(failed))
     if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
         raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")  # Linux may connect a free port to itself

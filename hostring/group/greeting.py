@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from hostring.group.handshake import MAX_HELLO_BYTES, Hello, Protocol
-from hostring.store.protocol import framed
-from hostring.store.streams import receive, send
+from hostring.group.tasks import readable, writable
+from hostring.store.protocol import PREFIX, checked_nbytes, framed
 from hostring.transports.link import LinkKey
 
 HELLO_S = 5.0  # for all that one side of a hello has to say
@@ -27,7 +27,6 @@ class Greeted:
         sessions: the start that each peer's first link named. A link of another start of it is refused.
         reasons: why the last attempt to dial a peer failed.
         failure: ends all attempts.
-        changed: set whenever a link came, or a failure.
     """
 
     hello: Hello
@@ -37,8 +36,7 @@ class Greeted:
     hellos: dict[int, Hello] = field(default_factory=dict)
     sessions: dict[int, bytes] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
-    failure: BaseException | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: Exception | None = None
 
     def keep(self, sock: socket.socket, theirs: Hello) -> None:
         """`sock` is through, and becomes the link that `theirs` names."""
@@ -46,12 +44,10 @@ class Greeted:
         self.hellos[theirs.rank] = theirs
         self.sessions[theirs.rank] = theirs.session
         self.missing.discard((theirs.rank, theirs.kind))
-        self.changed.set()
 
-    def fail(self, exc: BaseException) -> None:
+    def fail(self, exc: Exception) -> None:
         """End all attempts with `exc`, unless something else did before."""
         self.failure = self.failure or exc
-        self.changed.set()
 
     def tried(self, peers: Collection[int]) -> list[str]:
         """Why `peers` could not be dialled, as far as this rank dials them."""
@@ -60,19 +56,50 @@ class Greeted:
 
 async def converse(protocol: Protocol, sock: socket.socket) -> tuple[Hello, bytes]:
     """Let `protocol` say its hello over `sock`, within `HELLO_S`. Returns what it returns."""
-    return await asyncio.wait_for(_converse(protocol, sock), HELLO_S)
-
-
-async def _converse(protocol: Protocol, sock: socket.socket) -> tuple[Hello, bytes]:
+    until = time.monotonic() + HELLO_S
     try:
         out = next(protocol)
         while True:
             if out:
-                await send(sock, out)
-            out = protocol.send(await receive(sock, MAX_HELLO_BYTES))
+                await send(sock, framed(out), until)
+            length = await receive(sock, PREFIX.size, until)
+            out = protocol.send(await receive(sock, checked_nbytes(length, MAX_HELLO_BYTES), until))
     except StopIteration as stop:  # can't leave a coroutine by itself
         result: tuple[Hello, bytes] = stop.value
         return result
+
+
+async def send(sock: socket.socket, data: bytes, until: float) -> None:
+    """Send all of `data`.
+
+    Raises:
+        TimeoutError: not by `until`.
+    """
+    while data:
+        try:
+            data = data[sock.send(data) :]
+        except BlockingIOError:
+            await writable(sock, until)
+
+
+async def receive(sock: socket.socket, nbytes: int, until: float) -> bytes:
+    """Exactly `nbytes`, so that what follows on the link stays there.
+
+    Raises:
+        EOFError: the other end closed.
+        TimeoutError: they did not come by `until`.
+    """
+    data = b""
+    while len(data) < nbytes:
+        try:
+            more = sock.recv(nbytes - len(data))
+        except BlockingIOError:
+            await readable(sock, until)
+            continue
+        if not more:
+            raise EOFError("closed in the middle of a message" if data else "closed")
+        data += more
+    return data
 
 
 def say_at_once(sock: socket.socket, message: bytes) -> None:

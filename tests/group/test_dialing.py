@@ -40,10 +40,10 @@ class OpenStart:
                 self.release.wait(30)
             real_run(work, *until)
 
-        async def tapped(sock: socket.socket, data: bytes) -> None:
+        async def tapped(sock: socket.socket, data: bytes, until: float) -> None:
             if sock.getpeername() == self.address:
                 self.sent_to_0.append(data)
-            await real_send(sock, data)
+            await real_send(sock, data, until)
 
         monkeypatch.setattr(Connecting, "run", held)
         monkeypatch.setattr(greeting, "send", tapped)
@@ -194,7 +194,7 @@ def test_a_recorded_conversation_does_not_get_in_again(open_start: OpenStart) ->
     end = time.monotonic() + 10
     while len(open_start.sent_to_0) < 2 and time.monotonic() < end:
         time.sleep(0.01)
-    with open_start.stranger(framed(open_start.sent_to_0[0])) as sock:
+    with open_start.stranger(open_start.sent_to_0[0]) as sock:
         assert set(msgpack.unpackb(read_frame(sock))) == {"refused", "why"}
         with pytest.raises(EOFError):
             read_frame(sock)

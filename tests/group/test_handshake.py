@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import socket
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +28,13 @@ from hostring.group.handshake import (
 )
 from hostring.group.peer_info import Entry, PeerInfo
 from hostring.group.roster import Roster
+from hostring.group.tasks import Tasks
 from hostring.store.protocol import framed, pack, prove, unpack
-from hostring.store.streams import receive, send
+
+
+def read_message(sock: socket.socket) -> bytes:
+    """One message that came as a whole."""
+    return sock.recv(int.from_bytes(sock.recv(4), "little"))
 
 
 def test_both_sides_learn_who_the_other_is() -> None:
@@ -178,37 +183,35 @@ def test_a_duplicate_is_refused_before_the_proof() -> None:
 def test_of_two_links_that_prove_themselves_at_once_one_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     """A slow peer dials a second address of ours beside the first. If we kept both, it might use the one we closed."""
 
-    async def both() -> None:
-        greeted = Greeted(hello(0), SECRET, {(1, "data")})
-        acceptor = Acceptor(greeted, [(1, "data")])
-        pairs = [socket.socketpair() for _ in range(2)]
-        for pair in pairs:
-            for sock in pair:
-                sock.setblocking(False)
-        greetings = [asyncio.ensure_future(acceptor.greet(theirs, "test")) for _, theirs in pairs]
-        diallers = [dial(hello(1), 0, SECRET) for _ in pairs]
-        for (ours, _), dialler in zip(pairs, diallers, strict=True):
-            await send(ours, next(dialler))
-        proofs = [dialler.send(await receive(ours, 4096)) for (ours, _), dialler in zip(pairs, diallers, strict=True)]
-        for (ours, _), proof in zip(pairs, proofs, strict=True):
-            ours.sendall(framed(proof))  # without giving way in between
-        await asyncio.gather(*greetings)
-        verdicts = []
-        for (ours, _), dialler in zip(pairs, diallers, strict=True):
-            try:
-                dialler.send(await receive(ours, 4096))
-            except (StopIteration, RefusedError) as exc:
-                verdicts.append(type(exc))
-        assert sorted(verdicts, key=str) == sorted([StopIteration, RefusedError], key=str)
-        kept = pairs[verdicts.index(StopIteration)][1]
-        assert greeted.sockets == {(1, "data"): kept}
-        assert kept.fileno() >= 0
-        for pair in pairs:
-            for sock in pair:
-                sock.close()
-
     caplog.set_level(logging.DEBUG)
-    asyncio.run(both())
+    tasks, greeted = Tasks(), Greeted(hello(0), SECRET, {(1, "data")})
+    acceptor = Acceptor(greeted, [(1, "data")], tasks)
+    pairs = [socket.socketpair() for _ in range(2)]
+    for ours, theirs in pairs:
+        ours.settimeout(10)
+        theirs.setblocking(False)
+        tasks.start(acceptor.greet(theirs, "test"))
+    diallers = [dial(hello(1), 0, SECRET) for _ in pairs]
+    for (ours, _), dialler in zip(pairs, diallers, strict=True):
+        ours.sendall(framed(next(dialler)))
+    tasks.turn(time.monotonic() + 1)
+    proofs = [dialler.send(read_message(ours)) for (ours, _), dialler in zip(pairs, diallers, strict=True)]
+    for (ours, _), proof in zip(pairs, proofs, strict=True):
+        ours.sendall(framed(proof))
+    tasks.turn(time.monotonic() + 1)  # both in one turn
+    verdicts = []
+    for (ours, _), dialler in zip(pairs, diallers, strict=True):
+        try:
+            dialler.send(read_message(ours))
+        except (StopIteration, RefusedError) as exc:
+            verdicts.append(type(exc))
+    assert sorted(verdicts, key=str) == sorted([StopIteration, RefusedError], key=str)
+    kept = pairs[verdicts.index(StopIteration)][1]
+    assert greeted.sockets == {(1, "data"): kept}
+    assert kept.fileno() >= 0
+    for pair in pairs:
+        for sock in pair:
+            sock.close()
     dropped = [r.levelno for r in caplog.records if "dropped a caller" in r.getMessage()]
     assert dropped == [logging.DEBUG], "a second attempt of the same start is no news"
 

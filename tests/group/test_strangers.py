@@ -52,7 +52,7 @@ class Crowd:
                     ]
                 )
             elif kind == "replay" and self.recorded:
-                sock.sendall(b"".join(framed(data) for data in self.recorded))
+                sock.sendall(b"".join(self.recorded))
             elif kind == "wrong secret":
                 thread = threading.Thread(target=self._guard, args=(say, sock), daemon=True)
                 thread.start()
@@ -136,9 +136,9 @@ def test_fifty_strangers_of_every_kind_at_every_door(server: StoreServer, monkey
     crowd = Crowd()
     run, send = Connecting.run, greeting.send
 
-    async def recorded(sock: socket.socket, data: bytes) -> None:
+    async def recorded(sock: socket.socket, data: bytes, until: float) -> None:
         crowd.recorded.append(data)
-        await send(sock, data)
+        await send(sock, data, until)
 
     with monkeypatch.context() as patch:
         patch.setattr(greeting, "send", recorded)
