@@ -26,6 +26,7 @@ GGUF_KINDS = ("qwen3", "qwen2", "llama")
 # Keys that change nothing, or say again what the tensors say.
 EQUAL = ("rope.scaling.original_context_length", "rope.scaling.finetuned", "context_length")
 UNDERSTOOD = ("rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.factor", "rope.scale_linear")
+UNDERSTOOD += ("rope.scaling.attn_factor",)
 
 
 def gguf_keys() -> list[str]:
@@ -164,7 +165,7 @@ def test_gguf_weights_without_a_scale_are_refused(dtype: type, tmp_path: Path) -
         (("llama.attention.head_count_kv", [2, 1]), (), r"head_count_kv is \[2, 1\]; expected the same number"),
         (("llama.attention.head_count", 3), (), r"attention\.head_count is 3 and .*key_length is 12, but"),
         (("llama.block_count", 0), (), "block_count is 0; expected a whole number of at least 1"),
-        (("llama.rope.scaling.type", "yarn"), (), "rope scaling 'yarn' is not supported"),
+        (("llama.rope.scaling.type", "longrope"), (), "rope scaling 'longrope' is not supported"),
         (("llama.rope.scaling.type", "linear"), (), r"rope\.scaling\.factor is missing"),
         (("split.count", 3), (), r"part 1 of 3 of a split model .*gguf-split --merge"),
         (("general.type", "adapter"), (), r"general\.type is 'adapter'; expected 'model'"),

@@ -180,7 +180,7 @@ def test_what_we_write_transformers_reads(
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; this decoder covers qwen3, qwen2, llama"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of type sliding_attention"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope scaling 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
         ({"num_key_value_heads": 3}, "10 query heads can't be grouped over 3 KV heads"),
     ],
 )

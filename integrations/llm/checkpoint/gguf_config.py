@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hostring.integrations.llm.checkpoint.fields import Fields, naming
+from hostring.integrations.llm.checkpoint.gguf_rope import rope_from_gguf
 from hostring.integrations.llm.model.config import ModelConfig
-from hostring.integrations.llm.model.rope import RopeScaling
 
 GGUF_ARCHITECTURES = ("qwen3", "qwen2", "llama")  # Mistral's files say "llama"
 
@@ -32,7 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "nextn_predict_layers": (0,),
     "pooling_type": (0,),
     "use_parallel_residual": (False,),
-    "rope.scaling.attn_factor": (0.0, 1.0),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 _LAYOUTS = ("reference", "Meta AI original pth")
@@ -76,7 +75,7 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
             model_type=arch,
             rms_norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
             rope_theta=fields.real("rope.freq_base", 10000.0),
-            rope_scaling=_scaling(fields),
+            rope_scaling=rope_from_gguf(fields),
             max_position_embeddings=fields.whole("context_length", 2048),
             qk_norm=_has(shapes, "attn_q_norm.weight", "attn_k_norm.weight"),
             qkv_bias=_has(shapes, "attn_q.bias", "attn_k.bias", "attn_v.bias"),
@@ -144,20 +143,3 @@ def _has(shapes: Mapping[str, tuple[int, ...]], *ends: str) -> bool:
     """Whether the first layer has all of these tensors. What other layers have or lack is then found by
     `check_tensors`."""
     return all(f"blk.0.{end}" in shapes for end in ends)
-
-
-def _scaling(fields: Fields) -> RopeScaling:
-    """A factor without a type is linear, as in llama.cpp."""
-    old, factor = fields.get("rope.scale_linear"), fields.get("rope.scaling.factor")  # `old`: in the first files
-    stretched = any(value not in (None, 0, 1) for value in (old, factor))
-    kind = fields.choice(
-        "rope.scaling.type", ("none", "linear"), "linear" if stretched else "none", what="rope scaling"
-    )
-    if kind == "none":
-        fields.only("rope.scale_linear", 0.0, 1.0)
-        fields.only("rope.scaling.factor", 0.0, 1.0)
-        return RopeScaling()
-    if factor is None and old is not None:
-        return RopeScaling("linear", fields.real("rope.scale_linear"))
-    fields.only("rope.scale_linear", 0.0, 1.0, factor)
-    return RopeScaling("linear", fields.real("rope.scaling.factor"))

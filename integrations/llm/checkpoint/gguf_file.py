@@ -15,6 +15,7 @@ from torch import Tensor
 from hostring.integrations.llm.checkpoint.checkpoint import check_shape, check_tensors, missing
 from hostring.integrations.llm.checkpoint.gguf_config import config_from_gguf
 from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo, map_file, read_header
+from hostring.integrations.llm.checkpoint.gguf_rope import with_divisors
 from hostring.integrations.llm.checkpoint.layout import TensorSlice
 from hostring.integrations.llm.model.rope import RopeScaling
 
@@ -79,11 +80,10 @@ class GgufCheckpoint:
         return name.endswith(_TABLES) or (name == _ROPE and self.config.model_type == "llama")
 
     def _rope_table(self, info: TensorInfo) -> RopeScaling:
-        half, scaling = self.config.head_dim // 2, self.config.rope_scaling
+        half = self.config.head_dim // 2
         if info.shape != (half,):
             raise ValueError(f"{self.path}: {_ROPE} has shape {info.shape}; expected ({half},), half of head_dim")
-        divisors = self._dequantised(info, range(1), range(half))[0] * scaling.factor
-        return RopeScaling("table", divisors=tuple(divisors.tolist()))
+        return with_divisors(self.config, self._dequantised(info, range(1), range(half))[0].tolist())
 
     def read(self, part: TensorSlice) -> Tensor:
         info = self.tensors.get(gguf_name(part.name))

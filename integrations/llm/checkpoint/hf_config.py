@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hostring.integrations.llm.checkpoint.fields import Fields, naming
+from hostring.integrations.llm.checkpoint.hf_rope import rope_from_hf
 from hostring.integrations.llm.model.config import ARCHITECTURES, ModelConfig
-from hostring.integrations.llm.model.rope import RopeScaling
 
 _SILU = ("silu", "swish")
 
@@ -34,8 +34,6 @@ _GENERATION = (
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
 )  # fmt: skip
 
-_ROPE_FACTORS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
 
 def config_from_hf(source: object, values: Mapping[str, Any]) -> ModelConfig:
     """Read the fields of a HF `config.json`.
@@ -52,7 +50,7 @@ def config_from_hf(source: object, values: Mapping[str, Any]) -> ModelConfig:
     _refuse_unsupported(fields, kind)
     heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     biased = kind in ("qwen3", "llama") and fields.flag("attention_bias")
-    theta, scaling = _rope(fields, kind)
+    theta, scaling = rope_from_hf(fields, 10000.0)
     with naming(source):
         config = ModelConfig(
             vocab_size=fields.whole("vocab_size"),
@@ -132,36 +130,3 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
         fields.ignore(("attention_bias",))  # q, k and v always have one, which the tensors show
     fields.ignore(_HARMLESS)
     fields.ignore(_GENERATION)
-
-
-def _rope(fields: Fields, kind: str) -> tuple[float, RopeScaling]:
-    """Theta and scaling. transformers 5 writes `rope_parameters`, earlier releases wrote `rope_scaling` and
-    `rope_theta`."""
-    new, old = fields.get("rope_parameters"), fields.get("rope_scaling")
-    name = "rope_scaling" if old else "rope_parameters"  # the order of transformers
-    values = old or new or {}
-    if not isinstance(values, Mapping):
-        raise fields.wrong(name, "an object with rope_type")
-    outer = fields.real("rope_theta", 10000.0)
-    rope = Fields(f"{fields.source}: {name}", values)
-    old_name = rope.get("type")
-    scaling_kind = rope.choice("rope_type", ("default", "linear", "llama3"), old_name or "default", what="rope scaling")
-    rope.only("type", scaling_kind)
-    theta = rope.real("rope_theta", outer)
-    rope.only("partial_rotary_factor", 1.0)
-    scaling = RopeScaling()
-    if scaling_kind == "linear":
-        scaling = RopeScaling("linear", rope.real("factor"))
-    elif scaling_kind == "llama3":
-        original = fields.whole("max_position_embeddings", 2048)
-        scaling = RopeScaling(
-            "llama3",
-            rope.real("factor"),
-            rope.real("low_freq_factor"),
-            rope.real("high_freq_factor"),
-            rope.whole("original_max_position_embeddings", original),
-        )
-    else:
-        rope.ignore(_ROPE_FACTORS)  # the default type reads none of them
-    rope.refuse_unknown(what="parameters of rotary positions")
-    return theta, scaling

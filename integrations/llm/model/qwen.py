@@ -97,7 +97,8 @@ class Rotary(nn.Module):
         angles = torch.outer(
             torch.arange(max_seq, dtype=torch.float64, device="cpu"), frequencies
         )  # (max_seq, head_dim/2)
-        cos, sin = angles.cos().float(), angles.sin().float()
+        scale = config.rope_scaling.attention_factor
+        cos, sin = (angles.cos() * scale).float(), (angles.sin() * scale).float()
         self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)
 

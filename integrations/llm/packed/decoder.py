@@ -12,6 +12,7 @@ import numpy as np
 
 from hostring import UnitFold
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
+from hostring.integrations.llm.model.rope import rotary_divisors
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.packed.check import check_formats
 from hostring.integrations.llm.packed.library import Pointer, Unavailable, load
@@ -129,8 +130,11 @@ class PackedDecoder:
 
     def _divisors(self) -> Pointer | None:
         """What each rotary frequency is divided by, shape (head_dim / 2,), where the model says so."""
-        divisors = self.config.rope_scaling.divisors
-        return self._weights.constant(np.array(divisors, np.float32)) if divisors else None
+        config = self.config
+        if config.rope_scaling.kind == "none":
+            return None
+        divisors = rotary_divisors(config.head_dim, config.rope_theta, config.rope_scaling)
+        return self._weights.constant(np.array(divisors, np.float32))
 
     def _optional(self, name: str) -> Pointer | None:
         return self._weights.vector(name) if name in self._tensors else None

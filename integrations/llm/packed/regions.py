@@ -23,7 +23,6 @@ from hostring.integrations.llm.packed.weights import Unit
 
 MAX_REGION_NODES = 256
 ROPE_PAIRS, ROPE_HALVES = 0, 2  # which elements of a head turn together: neighbours, or one of each half
-NO_YARN = (0.0, 1.0, 32.0, 1.0)  # ext_factor, attn_factor, beta_fast, beta_slow
 
 
 @dataclass
@@ -184,10 +183,9 @@ class Regions:
         if norm is not None:
             x = self._norm(x, norm)
         mode = ROPE_PAIRS if c.model_type == "llama" else ROPE_HALVES
-        shrink = 1.0 / c.rope_scaling.factor if c.rope_scaling.kind == "linear" else 1.0
-        trained = c.max_position_embeddings
+        trained, scale = c.max_position_embeddings, c.rope_scaling.attention_factor
         return g.rope_ext(
-            ctx, x, self.positions, w.rope_divisors, c.head_dim, mode, trained, c.rope_theta, shrink, *NO_YARN
+            ctx, x, self.positions, w.rope_divisors, c.head_dim, mode, trained, c.rope_theta, 1.0, 0.0, scale, 0.0, 0.0
         )
 
     def _cached(self, cache: Pointer) -> Pointer:
