@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def first_worse(points: dict[int, dict[str, float]]) -> int | None:
     return found
 
 
-def main() -> int:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hub-mbit", type=float, default=50.0)
     parser.add_argument("--leaf-mbit", type=float, default=20.0)
@@ -86,49 +87,75 @@ def main() -> int:
         "--queue-ms", type=float, default=200.0, help="long, so that the rates limit and not TCP's losses"
     )
     parser.add_argument("--json", help="write all figures to a file")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+@dataclass
+class Seen:
+    """What was predicted and measured, by number of ranks.
+
+    Attributes:
+        measured: seconds of each topology.
+        free: seconds of the star with a hub without a limit.
+    """
+
+    predicted: list[Point] = field(default_factory=list)
+    measured: dict[int, dict[str, float]] = field(default_factory=dict)
+    free: dict[int, float] = field(default_factory=dict)
+
+    def add(self, n: int, options: argparse.Namespace) -> None:
+        """Predict and measure groups of `n` ranks, and print a line."""
+        hub = {"0": {"gbit_per_s": options.hub_mbit / 1e3}}
+        links = {"latency_us": 60, "gbit_per_s": options.leaf_mbit / 1e3, "ranks": hub}
+        point = price_point(from_links(links, n), parse_size(options.size), "rank", (SEGMENT_NBYTES,))
+        self.predicted.append(point)
+        leaves: list[float | None] = [options.leaf_mbit] * (n - 1)
+        self.measured[n] = measure(n, [options.hub_mbit, *leaves], "star,mesh,ring", options)
+        self.free[n] = measure(n, [None, *leaves], "star", options)["star"]
+        offers = {name: offer.seconds for name, offer in point.offers.items()}
+        cells = [(self.measured[n][name], offers[name]) for name in ("star", "mesh", "ring")]
+        cells.insert(1, (self.free[n], point.free))
+        print(f"{n:>5} " + " ".join(f"{a * 1e3:>8.1f} ({b * 1e3:>6.1f})" for a, b in cells), flush=True)
+
+    def answers(self) -> dict[str, tuple[int | None, int | None]]:
+        """From which number of ranks on, as measured and as predicted."""
+        change = change_from(self.predicted)
+        stars = {n: (times["star"], self.free[n]) for n, times in self.measured.items()}
+        said = next((p.world_size for p in self.predicted if p.hub_active), None)
+        return {
+            "the hub is the constraint from": (first_active(stars), said),
+            "another topology is better from": (
+                first_worse(self.measured),
+                None if change is None else change.world_size,
+            ),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        prices = {p.world_size: {name: offer.seconds for name, offer in p.offers.items()} for p in self.predicted}
+        return {"answers": self.answers(), "measured": self.measured, "free": self.free, "predicted": prices}
+
+
+def main() -> int:
+    options, seen, off = parsed(), Seen(), False
     low, high = parse_ranks(options.ranks)
-    links = {
-        "latency_us": 60,
-        "gbit_per_s": options.leaf_mbit / 1e3,
-        "ranks": {"0": {"gbit_per_s": options.hub_mbit / 1e3}},
-    }
-    predicted: list[Point] = []
-    measured: dict[int, dict[str, float]] = {}
-    free: dict[int, float] = {}
     rates = f"hub {options.hub_mbit:g} Mbit/s, leaves {options.leaf_mbit:g} Mbit/s"
     print(f"all_reduce of {options.size}, {rates}, milliseconds: measured (predicted)")
     print(f"{'ranks':>5} {'star':>17} {'free hub':>17} {'mesh':>17} {'ring':>17}")
     for n in range(low, high + 1):
-        point = price_point(from_links(links, n), parse_size(options.size), "rank", (SEGMENT_NBYTES,))
-        predicted.append(point)
-        leaves: list[float | None] = [options.leaf_mbit] * (n - 1)
-        measured[n] = measure(n, [options.hub_mbit, *leaves], "star,mesh,ring", options)
-        free[n] = measure(n, [None, *leaves], "star", options)["star"]
-        offers = {name: offer.seconds for name, offer in point.offers.items()}
-        cells = [(measured[n][name], offers[name]) for name in ("star", "mesh", "ring")]
-        cells.insert(1, (free[n], point.free))
-        print(f"{n:>5} " + " ".join(f"{a * 1e3:>8.1f} ({b * 1e3:>6.1f})" for a, b in cells), flush=True)
-    change = change_from(predicted)
-    answers = {
-        "the hub is the constraint from": (
-            first_active({n: (measured[n]["star"], free[n]) for n in measured}),
-            next((p.world_size for p in predicted if p.hub_active), None),
-        ),
-        "another topology is better from": (first_worse(measured), None if change is None else change.world_size),
-    }
-    off = False
-    for what, (seen, said) in answers.items():
-        far = seen != said and (seen is None or said is None or abs(seen - said) > 1)
+        seen.add(n, options)
+    for what, (measured, predicted) in seen.answers().items():
+        unknown = measured is None or predicted is None
+        far = measured != predicted if unknown else abs(measured - predicted) > 1
         off = off or far
-        print(f"{what}: measured {seen} ranks, predicted {said}: {'off by more than one' if far else 'agrees'}")
-    if change is not None:
-        best = min((name for name in measured[high] if name != "star"), key=lambda name: measured[high][name])
-        print(f"change to: measured best {best}, predicted {predicted[-1].best.topology}")
+        print(
+            f"{what}: measured {measured} ranks, predicted {predicted}: {'off by more than one' if far else 'agrees'}"
+        )
+    if change_from(seen.predicted) is not None:
+        times = seen.measured[high]
+        best = min((name for name in times if name != "star"), key=lambda name: times[name])
+        print(f"change to: measured best {best}, predicted {seen.predicted[-1].best.topology}")
     if options.json:
-        prices = {p.world_size: {name: offer.seconds for name, offer in p.offers.items()} for p in predicted}
-        rows = {"measured": measured, "free": free, "predicted": prices}
-        Path(options.json).write_text(json.dumps({"answers": answers, **rows}, indent=1) + "\n", encoding="utf-8")
+        Path(options.json).write_text(json.dumps(seen.as_dict(), indent=1) + "\n", encoding="utf-8")
     return 1 if off else 0
 
 

@@ -35,6 +35,6 @@ def test_random_deaths_never_make_a_result_wrong(tmp_path: Path) -> None:
     assert found["wrong"] == found["hangs"] == 0
     assert found["kills"] >= 1
     assert found["rejoins"] >= 1
-    assert found["ops"] > 50
+    assert found["ops"] > 20
     before, after = re.findall(r"fds=(\d+)->(\d+)", last)[0]
     assert int(after) <= int(before) + 2
