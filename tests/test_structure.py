@@ -44,6 +44,7 @@ MODEL_LAYERS = (
     ("checkpoint",),
     ("request", "sharded", "packed", "stats"),
     ("compute",),
+    ("planning",),
     ("prefix",),
     ("generate", "spans"),
     ("conversation",),

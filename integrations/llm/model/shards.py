@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -39,6 +41,11 @@ class ShardPlan:
     @property
     def world_size(self) -> int:
         return len(self.kv_groups)
+
+    @property
+    def sha256(self) -> str:
+        """The same for the same shares, and for no others."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     @staticmethod
     def balanced(config: ModelConfig, world_size: int, balance: Balance = "regions") -> ShardPlan:

@@ -1,0 +1,90 @@
+"""`hostring plan model`: who holds what of a model, what that takes, and whether it can be fast enough."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any
+
+import typer
+
+from hostring.command_line import need
+from hostring.commands.plan import plan_app
+
+_PLANNING = "hostring.integrations.llm.planning"
+
+
+def add(app: typer.Typer) -> None:
+    plan_app.command("model")(model)
+
+
+def model(
+    path: Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file or a Hugging Face directory.")],
+    ranks: Annotated[
+        str,
+        typer.Option(metavar="N|FILE", help="So many ranks that are alike; or a JSON file that describes them."),
+    ] = "2",
+    json: Annotated[str, typer.Option(metavar="FILE", help="Write the plan, for --plan of demo and generate.")] = "",
+    compute: Annotated[str, typer.Option(help="packed, exact, or auto: packed where the file can be.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of exact ranks: float32, float16, bfloat16.")] = "float32",
+    memory: Annotated[
+        str, typer.Option(metavar="SIZES", help="What ranks offer, as 300MB,100MB; one for all, or one per rank.")
+    ] = "",
+    max_seq: Annotated[int | None, typer.Option(min=1, help="Positions of the KV cache.")] = None,
+    tokens_per_s: Annotated[float | None, typer.Option(min=1e-6, help="Say whether this rate is possible.")] = None,
+    collective_us: Annotated[float | None, typer.Option(min=0.0, help="Microseconds of one reduction.")] = None,
+    phase: Annotated[str, typer.Option(help="decode or prefill: whose time is made short.")] = "decode",
+    level: Annotated[
+        str, typer.Option(help="regions: each is level; lanes: FFN makes up for attention; auto: the faster one.")
+    ] = "auto",
+    keep_all: Annotated[bool, typer.Option("--keep-all", help="Leave no rank out, even if it slows the others.")] = False,
+) -> None:
+    """Share a model out over ranks, from its header alone: no weights are read.
+
+    Prints regions, states and boundaries, bytes per rank, and the token budget. Every figure that was not measured says
+    "predicted". The exit code is 1 when the wanted rate is infeasible.
+    """
+    from hostring.command_line import check_output, console, show_table
+
+    need("gguf", "llm", "hostring plan model")
+    _check("--phase", phase, ("decode", "prefill"))
+    _check("--level", level, ("auto", "regions", "lanes"))
+    if json:
+        check_output(json, "--json")
+    options = {"compute": compute, "dtype": dtype, "memory": memory, "collective_us": collective_us, "phase": phase}
+    wanted = int(ranks) if ranks.isdecimal() else ranks
+    ask, budgets, told = (importlib.import_module(f"{_PLANNING}.{name}") for name in ("ask", "budget", "document"))
+    choice = ask.plan_for(
+        path, wanted, **options, tie=level, max_seq=max_seq, keep_all=keep_all, link_price=_link_price
+    )
+    n_layers = choice.problem.model.config.num_hidden_layers
+    known = choice.problem.collective_s or (None if collective_us is None else 1e-6 * collective_us)
+    budget = None if tokens_per_s is None else budgets.Budget(tokens_per_s, n_layers, known)
+    out = console()
+    show_table(out, told.table(choice))
+    for line in told.lines(choice, budget):
+        out.print(line, soft_wrap=True)
+    if json:
+        _write(json, told.document(choice, budget))
+    if budget is not None and not budget.feasible:
+        raise typer.Exit(1)
+
+
+def _check(option: str, value: str, possible: tuple[str, ...]) -> None:
+    if value not in possible:
+        raise ValueError(f"{option} {value!r} is not one of {', '.join(possible)}")
+
+
+def _link_price(links: dict[str, Any], n_ranks: int, nbytes: int) -> float:
+    """Seconds of an all-reduce by the model of hosts and links."""
+    from hostring.commands.plan import price_point
+    from hostring.cost.network import from_links
+
+    return price_point(from_links(links, n_ranks), nbytes, "rank").best.seconds
+
+
+def _write(path: str, document: dict[str, Any]) -> None:
+    import json
+
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(document, file, indent=1, ensure_ascii=False)
+        file.write("\n")

@@ -1,0 +1,165 @@
+"""A chosen plan as a JSON object and as text: who holds what, what it takes, and what it should cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from hostring.integrations.llm.planning.budget import (
+    COLLECTIVES_PER_LAYER,
+    Budget,
+    boundary_nbytes,
+    lower_bound,
+    token_nbytes,
+)
+from hostring.integrations.llm.planning.choose import Choice
+from hostring.integrations.llm.planning.plan_file import KIND, VERSION, shares_json
+from hostring.integrations.llm.planning.predicted import LowerBound, Predicted
+from hostring.integrations.llm.planning.regions import Layer, trace_layer
+from hostring.integrations.llm.planning.shares import need_of
+
+
+def document(choice: Choice, budget: Budget | None = None) -> dict[str, Any]:
+    """The plan as plain values; what nobody measured says "predicted"."""
+    model, plan = choice.problem.model, choice.solution.plan
+    config = model.config
+    bound = bound_of(choice)
+    return {
+        "kind": KIND,
+        "version": VERSION,
+        "model": {"file": model.path.name, "nbytes": model.nbytes, **asdict(config)},
+        "shares": shares_json(plan),
+        "ranks": [_rank(choice, rank) for rank in range(plan.world_size)],
+        "left_out": [asdict(one) for one in choice.left_out],
+        "layers": config.num_hidden_layers,
+        **trace_layer(config).as_json(),
+        "boundaries": COLLECTIVES_PER_LAYER * config.num_hidden_layers,
+        "boundary_bytes": boundary_nbytes(config.hidden_size),
+        "bytes_per_token": token_nbytes(config.hidden_size, config.num_hidden_layers),
+        "predicted": predictions(choice),
+        "lower_bound": None if bound is None else bound.as_json(),
+        "statement": statement(choice),
+        "budget": None if budget is None else budget.as_json(),
+        "feasible": budget is None or budget.feasible,
+    }
+
+
+def _rank(choice: Choice, rank: int) -> dict[str, Any]:
+    problem, plan, solution = choice.problem, choice.solution.plan, choice.solution
+    spec, foot = problem.ranks[rank], problem.footprints[rank]
+    lanes = {"attention": solution.attention[rank], "mlp": solution.mlp[rank], "head": solution.head[rank]}
+    weights = foot.weights(plan, rank)
+    return {
+        "rank": rank,
+        "was": choice.kept[rank],
+        "name": spec.name,
+        **asdict(spec.way),
+        "kv_groups": plan.kv_groups[rank],
+        "columns": plan.columns[rank],
+        "vocab": plan.vocab[rank],
+        "weight_bytes": weights,
+        "kv_cache_bytes": need_of(problem, plan, rank) - weights,
+        "need_bytes": need_of(problem, plan, rank),
+        "offer_bytes": spec.memory_nbytes,
+        "pool": spec.pool,
+        "lanes": {name: Predicted(s, "s").as_json() for name, s in lanes.items()} if choice.timed else None,
+    }
+
+
+def predictions(choice: Choice) -> dict[str, Any] | None:
+    """Rates of both phases with these shares; None where speeds are not known."""
+    if not choice.timed:
+        return None
+    decode, prefill = (choice.other_phase(phase) for phase in ("decode", "prefill"))
+    layers = choice.problem.model.config.num_hidden_layers
+    known = all(spec.prefill is not None for spec in choice.problem.ranks)
+    lanes = [Predicted(seconds, "s").as_json() for seconds in decode.lanes(layers)]
+    return {
+        "decode_tokens_per_s": Predicted(1 / decode.step_s, "tokens/s").as_json(),
+        "prefill_tokens_per_s": Predicted(1 / prefill.step_s, "tokens/s").as_json() if known else None,
+        "collective": Predicted(choice.problem.collective_s, "s").as_json(),
+        "lanes": lanes,
+        "levelled": choice.solution.tie,
+    }
+
+
+def statement(choice: Choice) -> str:
+    """Whether the ranks together are faster than the fastest of them alone."""
+    if not choice.timed or choice.alone is None:
+        return ""
+    rank, alone_s = choice.alone
+    alone, together = Predicted(1 / alone_s, "tokens/s"), Predicted(1 / choice.solution.step_s, "tokens/s")
+    n = len(choice.kept)
+    if n == 1:
+        return f"one node is faster: rank {rank} alone makes {alone}"
+    if alone_s <= choice.solution.step_s:
+        return f"one node is faster: rank {rank} alone makes {alone}, {n} ranks together {together}"
+    return f"{n} ranks together are faster: {together}; the fastest of them alone makes {alone}"
+
+
+def bound_of(choice: Choice, batch: int = 1) -> LowerBound | None:
+    """Of one forward pass of `batch` tokens: no rank can be done sooner; None where no rank's limits are known."""
+    problem, plan = choice.problem, choice.solution.plan
+    model, n_layers = problem.model, problem.model.config.num_hidden_layers
+    bounds = []
+    for rank, spec in enumerate(problem.ranks):
+        if spec.stream_rate is None and spec.flop_rate is None:
+            return None
+        foot = problem.footprints[rank]
+        fresh = foot.weights(plan, rank) - foot.fixed
+        flops = 2 * batch * plan.n_elements(model.config, rank)
+        warm = spec.warm_rate is not None and fresh <= spec.cache_nbytes
+        bounds.append(lower_bound(fresh, flops, spec.warm_rate if warm else spec.stream_rate, spec.flop_rate).seconds)
+    calls = COLLECTIVES_PER_LAYER * n_layers + 1 if plan.world_size > 1 else 0
+    return LowerBound(max(bounds) + calls * problem.collective_s)
+
+
+def lines(choice: Choice, budget: Budget | None = None) -> Iterator[str]:
+    """What is said beside the table."""
+    model, solution = choice.problem.model, choice.solution
+    config = model.config
+    for one in choice.left_out:
+        yield f"left out: rank {one.rank} ({one.name}): {one.why}"
+    yield from _layer_lines(trace_layer(config), config.num_hidden_layers)
+    nbytes = token_nbytes(config.hidden_size, config.num_hidden_layers)
+    yield f"hidden states that become whole: {nbytes:,} bytes per token"
+    if choice.timed:
+        yield f"decode: {Predicted(1 / choice.other_phase('decode').step_s, 'tokens/s')}; levelled: {solution.tie}"
+        if all(spec.prefill is not None for spec in choice.problem.ranks):
+            yield f"prefill: {Predicted(1 / choice.other_phase('prefill').step_s, 'tokens/s')}"
+    bound = bound_of(choice)
+    if bound is not None:
+        yield f"one token: {bound}"
+    if said := statement(choice):
+        yield said
+    if budget is not None:
+        yield budget.in_words()
+    yield f"plan {solution.plan.sha256[:12]}"
+
+
+def _layer_lines(layer: Layer, n_layers: int) -> Iterator[str]:
+    yield f"{n_layers} layers, each with {len(layer.boundaries)} boundaries:"
+    for region, boundary in zip(layer.regions, layer.boundaries, strict=True):
+        names = ", ".join(f"{op.name} -> {op.state}" for op in region.operations)
+        yield f"  {region.name}: {names}; {len(region.unresolved)} operations unresolved"
+        yield f"  boundary: {boundary.before} -> {boundary.then} by all_reduce"
+
+
+def table(choice: Choice) -> Table:
+    """One line per rank."""
+    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    headings = ("rank", "name", "compute", "KV groups", "FFN columns", "vocabulary", "weights MB", "cache MB", "offers MB")
+    for n, heading in enumerate((*headings, "lane") if choice.timed else headings):
+        found.add_column(heading, justify="left" if n in (1, 2) else "right")
+    lanes = choice.solution.lanes(choice.problem.model.config.num_hidden_layers)
+    for rank in range(choice.solution.plan.world_size):
+        row = _rank(choice, rank)
+        way = "packed" if row["compute"] == "packed" else f"{row['dtype']} {row['device']}"
+        offer = "-" if row["offer_bytes"] is None else f"{row['offer_bytes'] / 1e6:,.1f}"
+        cells = [str(row["rank"]), row["name"], way, *(str(row[k]) for k in ("kv_groups", "columns", "vocab"))]
+        cells += [f"{row['weight_bytes'] / 1e6:,.1f}", f"{row['kv_cache_bytes'] / 1e6:,.1f}", offer]
+        found.add_row(*cells, *([str(Predicted(1e3 * lanes[rank], "ms"))] if choice.timed else []))
+    return found
