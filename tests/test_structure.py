@@ -42,7 +42,7 @@ Each imports what stands before its own line only.
 MODEL_LAYERS = (
     ("model",),
     ("checkpoint",),
-    ("request", "sharded", "packed", "stats"),
+    ("request", "sharded", "packed", "stats", "agreement"),
     ("compute",),
     ("planning",),
     ("prefix",),

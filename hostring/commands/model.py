@@ -57,6 +57,13 @@ Compute = Annotated[
         help="packed: multiply by a GGUF file's own blocks; exact: dequantise them; auto: packed where possible."
     ),
 ]
+Plan = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE|even|bytes",
+        help="Who holds what: a plan of `hostring plan model`; even shares; or as many bytes for every rank.",
+    ),
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.", dir_okay=False)]
 
 
@@ -93,6 +100,7 @@ def demo(
     controls: Controls = None,
     compile: Compile = None,
     compute: Compute = "auto",
+    plan: Plan = "even",
     rejoin_timeout: RejoinTimeout = 300.0,
     timeout: Annotated[float, typer.Option(min=0.1, help=_TIMEOUT_HELP)] = 120.0,
 ) -> None:
@@ -137,6 +145,7 @@ def generate(
     stats: Annotated[bool, typer.Option(help="Print what it cost after the text.")] = True,
     compile: Compile = None,
     compute: Compute = "auto",
+    plan: Plan = "even",
     rejoin_timeout: RejoinTimeout = 300.0,
     timeout: Annotated[float | None, typer.Option(min=0.1, help=f"{_TIMEOUT_HELP} 120 by default.")] = None,
 ) -> None:

@@ -12,37 +12,50 @@ from hostring.commands.plan import plan_app
 
 _PLANNING = "hostring.integrations.llm.planning"
 
+ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file or a Hugging Face directory.")]
+Ranks = Annotated[
+    str, typer.Option(metavar="N|FILE", help="So many ranks that are alike, or a JSON file that describes them.")
+]
+Json = Annotated[str, typer.Option(metavar="FILE", help="Write the plan, for --plan of demo and generate.")]
+Compute = Annotated[str, typer.Option(help="packed, exact, or auto: packed where the file can be.")]
+Dtype = Annotated[str, typer.Option(help="Of exact ranks: float32, float16, bfloat16.")]
+Memory = Annotated[
+    str, typer.Option(metavar="SIZES", help="What ranks offer, as 300MB,100MB; one for all, or one per rank.")
+]
+MaxSeq = Annotated[int | None, typer.Option(min=1, help="Positions of the KV cache.")]
+TokensPerSecond = Annotated[float | None, typer.Option(min=1e-6, help="Say whether this rate is possible.")]
+CollectiveTime = Annotated[float | None, typer.Option(min=0.0, help="Microseconds of one reduction.")]
+Phase = Annotated[str, typer.Option(help="decode or prefill: whose time is made short.")]
+Level = Annotated[
+    str, typer.Option(help="regions: each is level; lanes: FFN makes up for attention; auto: the faster one.")
+]
+KeepAll = Annotated[bool, typer.Option("--keep-all", help="Leave no rank out, even a slow one.")]
+
 
 def add(app: typer.Typer) -> None:
     plan_app.command("model")(model)
 
 
 def model(
-    path: Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file or a Hugging Face directory.")],
-    ranks: Annotated[
-        str,
-        typer.Option(metavar="N|FILE", help="So many ranks that are alike; or a JSON file that describes them."),
-    ] = "2",
-    json: Annotated[str, typer.Option(metavar="FILE", help="Write the plan, for --plan of demo and generate.")] = "",
-    compute: Annotated[str, typer.Option(help="packed, exact, or auto: packed where the file can be.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Of exact ranks: float32, float16, bfloat16.")] = "float32",
-    memory: Annotated[
-        str, typer.Option(metavar="SIZES", help="What ranks offer, as 300MB,100MB; one for all, or one per rank.")
-    ] = "",
-    max_seq: Annotated[int | None, typer.Option(min=1, help="Positions of the KV cache.")] = None,
-    tokens_per_s: Annotated[float | None, typer.Option(min=1e-6, help="Say whether this rate is possible.")] = None,
-    collective_us: Annotated[float | None, typer.Option(min=0.0, help="Microseconds of one reduction.")] = None,
-    phase: Annotated[str, typer.Option(help="decode or prefill: whose time is made short.")] = "decode",
-    level: Annotated[
-        str, typer.Option(help="regions: each is level; lanes: FFN makes up for attention; auto: the faster one.")
-    ] = "auto",
-    keep_all: Annotated[bool, typer.Option("--keep-all", help="Leave no rank out, even if it slows the others.")] = False,
+    path: ModelPath,
+    ranks: Ranks = "2",
+    json: Json = "",
+    compute: Compute = "auto",
+    dtype: Dtype = "float32",
+    memory: Memory = "",
+    max_seq: MaxSeq = None,
+    tokens_per_s: TokensPerSecond = None,
+    collective_us: CollectiveTime = None,
+    phase: Phase = "decode",
+    level: Level = "auto",
+    keep_all: KeepAll = False,
 ) -> None:
     """Share a model out over ranks, from its header alone: no weights are read.
 
     Prints regions, states and boundaries, bytes per rank, and the token budget. Every figure that was not measured says
     "predicted". The exit code is 1 when the wanted rate is infeasible.
     """
+    options = dict(locals())
     from hostring.command_line import check_output, console, show_table
 
     need("gguf", "llm", "hostring plan model")
@@ -50,15 +63,12 @@ def model(
     _check("--level", level, ("auto", "regions", "lanes"))
     if json:
         check_output(json, "--json")
-    options = {"compute": compute, "dtype": dtype, "memory": memory, "collective_us": collective_us, "phase": phase}
-    wanted = int(ranks) if ranks.isdecimal() else ranks
-    ask, budgets, told = (importlib.import_module(f"{_PLANNING}.{name}") for name in ("ask", "budget", "document"))
-    choice = ask.plan_for(
-        path, wanted, **options, tie=level, max_seq=max_seq, keep_all=keep_all, link_price=_link_price
-    )
-    n_layers = choice.problem.model.config.num_hidden_layers
-    known = choice.problem.collective_s or (None if collective_us is None else 1e-6 * collective_us)
-    budget = None if tokens_per_s is None else budgets.Budget(tokens_per_s, n_layers, known)
+    budgets, told = (importlib.import_module(f"{_PLANNING}.{name}") for name in ("budget", "document"))
+    choice = _plan(options)
+    budget = None
+    if tokens_per_s is not None:
+        known = choice.problem.collective_s or (None if collective_us is None else 1e-6 * collective_us)
+        budget = budgets.Budget(tokens_per_s, choice.problem.model.config.num_hidden_layers, known)
     out = console()
     show_table(out, told.table(choice))
     for line in told.lines(choice, budget):
@@ -67,6 +77,19 @@ def model(
         _write(json, told.document(choice, budget))
     if budget is not None and not budget.feasible:
         raise typer.Exit(1)
+
+
+def _plan(options: dict[str, Any]) -> Any:
+    """The choice for what the command line says."""
+    ranks = options["ranks"]
+    same = ("compute", "dtype", "memory", "collective_us", "phase", "max_seq", "keep_all")
+    return importlib.import_module(f"{_PLANNING}.ask").plan_for(
+        options["path"],
+        int(ranks) if ranks.isdecimal() else ranks,
+        **{name: options[name] for name in same},
+        tie=options["level"],
+        link_price=_link_price,
+    )
 
 
 def _check(option: str, value: str, possible: tuple[str, ...]) -> None:

@@ -3,16 +3,17 @@ agree on it."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hostring import Comm
+from hostring.integrations.llm.agreement import Able, ShareHashes, agree
 from hostring.integrations.llm.checkpoint.checkpoint import Checkpoint
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
 from hostring.integrations.llm.model.config import ModelConfig
@@ -21,6 +22,7 @@ from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
 from hostring.integrations.llm.packed.decoder import units_of
 from hostring.integrations.llm.packed.library import Unavailable, load
 from hostring.integrations.llm.packed.model import PackedModel, build_packed
+from hostring.integrations.llm.packed.plan import UnitPlan
 from hostring.integrations.llm.packed.weights import unsupported
 from hostring.integrations.llm.sharded import build
 
@@ -69,14 +71,6 @@ class LocalModel(Protocol):
         """Go on in a rebuilt group, with the weights that are here."""
 
 
-@dataclass(frozen=True)
-class _Able:
-    """Whether a rank can decode packed: `why_not` is empty when it can and may."""
-
-    why_not: str
-    asked_for: bool
-
-
 def build_local(
     checkpoint: Checkpoint,
     comm: Comm,
@@ -107,7 +101,7 @@ def build_local(
         ValueError: there is no such way; or this rank, or another one, was told to compute packed and can't.
     """
     able = _able(checkpoint, compute, device, plan, comm.world_size, bool(compile))
-    packed = _agree(comm, able) if packed_ranks is None else packed_ranks
+    packed = agree(comm, able, _share_hashes(checkpoint, comm, able, plan)) if packed_ranks is None else packed_ranks
     if any(packed) and plan is None and isinstance(checkpoint, GgufCheckpoint):
         plan = units_of(checkpoint).shares(checkpoint.config, comm.world_size)
     if not able.why_not:
@@ -139,26 +133,37 @@ def stay(part: LocalModel, comm: Comm) -> Sequence[bool]:
         ValueError: this rank is another one there; or the rank that came back computes in another way than before.
     """
     part.move_to(comm)
-    packed = isinstance(part, PackedModel)
-    ways = _agree(comm, _Able("" if packed else "it has dequantised its weights", False))
+    why_not, borders = "it has dequantised its weights", ""
+    if isinstance(part, PackedModel):
+        why_not, borders = "", _hash_of(part.decoder.units)
+    ways = agree(comm, Able(why_not, False), ShareHashes(part.plan.sha256, part.plan.sha256, borders))
     if isinstance(part, PackedModel) and part.decoder.beside_exact == all(ways):
         raise ValueError(f"packed are now the ranks {[r for r, w in enumerate(ways) if w]}; load the model again")
     return ways
 
 
-def _agree(comm: Comm, mine: _Able) -> list[bool]:
-    """Which ranks compute packed.
+def _share_hashes(checkpoint: Checkpoint, comm: Comm, able: Able, plan: ShardPlan | None) -> ShareHashes:
+    """Hashes of this rank's plan, whichever way the ranks agree on."""
+    exact = _even_plan(lambda: ShardPlan.balanced(checkpoint.config, comm.world_size)) if plan is None else plan
+    packed, borders = exact, ""
+    if isinstance(checkpoint, GgufCheckpoint) and (plan is None or not able.why_not):
+        with contextlib.suppress(ValueError):  # its columns are not whole blocks
+            units = units_of(checkpoint)
+            packed = _even_plan(lambda: units.shares(checkpoint.config, comm.world_size)) if plan is None else plan
+            borders = "" if able.why_not else _hash_of(units)
+    return ShareHashes(exact.sha256 if exact else "", packed.sha256 if packed else "", borders)
 
-    Raises:
-        ValueError: a rank was told to and can't; on every rank.
-    """
-    ways = comm.all_gather(np.array([not mine.why_not, mine.asked_for], np.int8)).reshape(-1, 2)
-    if mine.asked_for and mine.why_not:
-        raise ValueError(f"rank {comm.rank} can't compute packed: {mine.why_not}")
-    refused = [rank for rank, (can, asked) in enumerate(ways) if asked and not can]
-    if refused:
-        raise ValueError(f"rank {refused[0]} was told to compute packed and can't; its own error says why")
-    return [bool(can) for can, _ in ways]
+
+def _even_plan(make: Callable[[], ShardPlan]) -> ShardPlan | None:
+    """None where it can't be made; whoever needs it says why."""
+    try:
+        return make()
+    except ValueError:
+        return None
+
+
+def _hash_of(units: UnitPlan) -> str:
+    return hashlib.sha256(repr(units).encode()).hexdigest()
 
 
 def _able(
@@ -168,23 +173,23 @@ def _able(
     plan: ShardPlan | None,
     world_size: int,
     compiles: bool,
-) -> _Able:
+) -> Able:
     if compute not in COMPUTES:
         raise ValueError(f"compute={compute!r} is not one of {', '.join(COMPUTES)}")
     asked_for = compute == "packed"
     if compute == "exact":
-        return _Able("it was told to compute exact", False)
+        return Able("it was told to compute exact", False)
     if device.type != "cpu":
-        return _Able(f"its weights are on {device}; packed kernels run on the CPU", asked_for)
+        return Able(f"its weights are on {device}; packed kernels run on the CPU", asked_for)
     if compiles:
-        return _Able("it was told to compile, and torch compiles exact compute only", asked_for)
+        return Able("it was told to compile, and torch compiles exact compute only", asked_for)
     if not isinstance(checkpoint, GgufCheckpoint):
-        return _Able("only GGUF files hold weights that can be decoded packed", asked_for)
+        return Able("only GGUF files hold weights that can be decoded packed", asked_for)
     try:
         units = units_of(checkpoint)
         plan = units.shares(checkpoint.config, world_size) if plan is None else plan
         units.groups_per_rank(plan), units.columns_per_rank(plan)
         load()
     except (ValueError, Unavailable) as exc:
-        return _Able(str(exc), asked_for)
-    return _Able(unsupported(checkpoint.tensors), asked_for)
+        return Able(str(exc), asked_for)
+    return Able(unsupported(checkpoint.tensors), asked_for)

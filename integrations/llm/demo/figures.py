@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from hostring.integrations.llm.demo.controls import Controls
@@ -11,6 +12,7 @@ from hostring.integrations.llm.demo.rank_model import RankModel
 from hostring.integrations.llm.demo.turn import Turn
 from hostring.integrations.llm.demo.verdict import faults, statement
 from hostring.integrations.llm.generate import Generation
+from hostring.integrations.llm.planning.plan_file import shares_json
 
 
 def figures(model: RankModel, head: Head, controls: Controls, error: str | None) -> dict[str, Any]:
@@ -23,6 +25,7 @@ def figures(model: RankModel, head: Head, controls: Controls, error: str | None)
         "topology": model.comm.topology,
         "order": model.comm.order,
         "wire": model.comm.wire,
+        "plan": _plan(model),
     }
     if measured is not None and measured.generation is not None:
         result |= _of_turn(model, controls, measured, measured.generation)
@@ -68,6 +71,12 @@ def _of_turn(model: RankModel, controls: Controls, turn: Turn, generation: Gener
     result["faults"] = faults(result)
     result["statement"] = statement(result | {"ranks": model.comm.world_size})
     return result
+
+
+def _plan(model: RankModel) -> dict[str, Any]:
+    """Who holds what, by whose wish, and what was predicted of it."""
+    told = json.loads(model.job.planned) if model.job.planned else {"left_out": [], "predicted": None}
+    return {"source": model.job.plan, **shares_json(model.plan), **told}
 
 
 def _compute(kinds: list[str]) -> str:

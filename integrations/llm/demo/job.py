@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.planning.plan_file import PlanFile
+from hostring.integrations.llm.planning.wish import BYTES, EVEN, plan_by_bytes, plan_of_file
 
 BUNDLED = Path(__file__).parents[1] / "tiny"
 DTYPE_NAMES = ("float16", "bfloat16", "float32")
@@ -28,6 +30,9 @@ class Job:
         devices: what each rank computes on; none where every rank says so for itself.
         compile: for each rank, the backend of `torch.compile`, "" for none; nothing where no rank compiles.
         compute: "auto", "packed" or "exact", see `load_model`.
+        plan: who holds what: "even", "bytes", "auto", or a file.
+        shares: KV groups, columns and vocabulary by rank, where they are known before the ranks start.
+        planned: what else the plan says, as JSON.
         prompts: answered one after the other; none for one that suits the model.
         chat: more of them come from the head rank's standard input, a line each, and all are one conversation.
             Otherwise
@@ -52,6 +57,9 @@ class Job:
     devices: tuple[str, ...] = ()
     compile: tuple[str, ...] = ()
     compute: str = "auto"
+    plan: str = "even"
+    shares: tuple[tuple[int, ...], ...] = ()
+    planned: str = ""
     topology: str = "auto"
     order: str = "rank"
     timeout: float = 120.0
@@ -64,6 +72,11 @@ class Job:
         """What is known of a rank's arithmetic before it has loaded: its dtype, "packed", or "" for one of the two."""
         may_pack = self.compute != "exact" and self.model.lower().endswith(".gguf")
         return self.dtypes[rank] if not may_pack else "packed" if self.compute == "packed" else ""
+
+    @property
+    def shard_plan(self) -> ShardPlan | None:
+        """The shares that were planned; None for even ones, and where the ranks are to plan."""
+        return ShardPlan(*self.shares) if self.shares else None
 
     @property
     def compiles(self) -> bool:
@@ -85,7 +98,8 @@ class Job:
     @staticmethod
     def from_json(text: str) -> Job:
         fields = json.loads(text)
-        return Job(**{**fields, **{name: tuple(fields[name]) for name in ("dtypes", "prompts", "devices", "compile")}})
+        lists = {name: tuple(fields[name]) for name in ("dtypes", "prompts", "devices", "compile")}
+        return Job(**{**fields, **lists, "shares": tuple(map(tuple, fields["shares"]))})
 
 
 def make_job(
@@ -112,19 +126,19 @@ def make_job(
         ValueError: names that are unknown, numbers that don't go together, or more ranks than the model has KV heads.
         FileNotFoundError: no such model.
     """
-    path = BUNDLED if model is None else Path(model)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"no model at {path}; give a GGUF file or a directory with config.json and model.safetensors"
-        )
+    path = _existing(BUNDLED if model is None else Path(model))
     if ranks is not None and ranks < 1:
         raise ValueError(f"{ranks} ranks: at least one is needed")
     _check_prompts(prompts)
     if rest.get("compute", "auto") not in COMPUTES:
         raise ValueError(f"compute {rest['compute']!r} is not one of {', '.join(COMPUTES)}")
     places = () if devices is None else tuple(name.strip() for name in devices.split(","))
-    if ranks is None and len(places) > 1 and (dtypes is None or "," not in dtypes):
+    one_dtype = dtypes is None or "," not in dtypes
+    if ranks is None and len(places) > 1 and one_dtype:
         ranks = len(places)
+    plan = plan_of_file(rest.get("plan", EVEN), path)
+    if ranks is None and plan is not None and one_dtype:
+        ranks = plan.plan.world_size
     kinds = _dtypes(ranks, dtypes)
     job = Job(
         str(path.absolute()),
@@ -138,7 +152,31 @@ def make_job(
         from hostring.integrations.llm.checkpoint.weights import open_checkpoint
 
         ShardPlan.balanced(open_checkpoint(path).config, job.ranks)
-    return job
+    return _planned(job, plan)
+
+
+def _existing(path: Path) -> Path:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"no model at {path}; give a GGUF file or a directory with config.json and model.safetensors"
+        )
+    return path
+
+
+def _planned(job: Job, plan: PlanFile | None) -> Job:
+    """`job` with the shares that are known before its ranks start."""
+    if job.plan == BYTES:
+        plan = plan_by_bytes(Path(job.model), job.ranks, job.compute)
+    if plan is None:
+        return job
+    shares = plan.plan
+    if shares.world_size != job.ranks:
+        raise ValueError(
+            f"the plan {plan.source} is for {shares.world_size} ranks, and there are {job.ranks}; start "
+            f"{shares.world_size}, or plan again with: hostring plan model {job.model} --ranks {job.ranks}"
+        )
+    about = json.dumps({"left_out": plan.left_out, "predicted": plan.fields.get("predicted")})
+    return replace(job, shares=(shares.kv_groups, shares.columns, shares.vocab), planned=about)
 
 
 def _check_prompts(prompts: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ class RankModel:
     Attributes:
         continued: the model continues a prompt rather than answer it.
         conversation: what was said, in a chat; None where every prompt is answered for itself.
+        plan: who holds what.
     """
 
     def __init__(self, job: Job, comm: Comm, device: str = "cpu") -> None:
@@ -63,12 +64,13 @@ class RankModel:
                 device=self.device,
                 hash_activations=True,
                 compute=self.job.compute,
+                plan=self.job.shard_plan if comm is self.comm else None,
                 packed_ranks=self._packed_ranks if comm is self.comm else None,
                 compile=self.job.compile_of(comm.rank) if comm is self.comm else False,
             )
             self._loaded = dtypes, model
             if comm is self.comm:
-                self._packed_ranks = model.packed_ranks
+                self._packed_ranks, self.plan = model.packed_ranks, model.sharded.plan
         return self._loaded[1]
 
     def move_to(self, comm: Comm) -> None:

@@ -66,7 +66,7 @@ class PackedDecoder:
         n_layers = self.config.num_hidden_layers
         n_cuts = 3 + n_layers * (MAX_CUTS_PER_LAYER + 2 * len(units.columns))
         self._weights = PackedWeights(self.arena, data, checkpoint.tensors, n_cuts)
-        self._tensors, self._units = checkpoint.tensors, units
+        self._tensors, self.units = checkpoint.tensors, units
         self.folds = self._fold(units.groups_per_rank(plan)), self._fold(units.columns_per_rank(plan))
         self._rope_divisors = self._divisors()
         self.layers = [self._layer(n) for n in range(n_layers)]
@@ -98,8 +98,8 @@ class PackedDecoder:
         group = config.group_heads * config.head_dim
         q_rows = range(groups.start * group, groups.stop * group)
         kv_rows = range(groups.start * config.head_dim, groups.stop * config.head_dim)
-        o_units = [range(u.start * group, u.stop * group) for u in self._units.groups if u.start in groups]
-        down_units = [unit for unit in self._units.columns if unit.start in columns]
+        o_units = [range(u.start * group, u.stop * group) for u in self.units.groups if u.start in groups]
+        down_units = [unit for unit in self.units.columns if unit.start in columns]
         layer = LayerWeights(
             attention_norm=weights.vector(name + "attn_norm.weight"),
             q=weights.rows(name + "attn_q.weight", q_rows),

@@ -91,5 +91,3 @@ def _collective_price(
     if links is not None and link_price is not None:
         return lambda kept: link_price(links, len(kept), 4 * model.config.hidden_size)
     return lambda kept: 0.0
-
-

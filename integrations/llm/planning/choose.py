@@ -77,7 +77,8 @@ def choose(
 
     def slowness(rank: int) -> float:
         cost, config = ranks[rank].decode or ranks[rank].prefill, model.config
-        layer = cost.attention.seconds(config.num_key_value_heads) + cost.mlp.seconds(config.intermediate_size) if cost else 0.0
+        assert cost is not None
+        layer = cost.attention.seconds(config.num_key_value_heads) + cost.mlp.seconds(config.intermediate_size)
         return layer / ranks[rank].duty
 
     everyone = tuple(range(len(ranks)))
@@ -128,17 +129,13 @@ def _slower(with_it_s: float, without_it_s: float) -> str:
     return f"a token would take {with_it} with it, {without_it} without it"
 
 
-def _tried(
-    attempt: Attempt, kept: tuple[int, ...]
-) -> tuple[tuple[Problem, Solution] | None, ValueError | None]:
+def _tried(attempt: Attempt, kept: tuple[int, ...]) -> tuple[tuple[Problem, Solution] | None, ValueError | None]:
     try:
         return attempt(kept), None
     except ValueError as exc:
         return None, exc
 
 
-def _fastest_alone(
-    kept: tuple[int, ...], attempt: Attempt
-) -> tuple[int, float] | None:
+def _fastest_alone(kept: tuple[int, ...], attempt: Attempt) -> tuple[int, float] | None:
     fits = [(found[1].step_s, r) for r in kept if (found := _tried(attempt, (r,))[0]) is not None]
     return (min(fits)[1], min(fits)[0]) if fits else None

@@ -151,7 +151,17 @@ def _layer_lines(layer: Layer, n_layers: int) -> Iterator[str]:
 def table(choice: Choice) -> Table:
     """One line per rank."""
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    headings = ("rank", "name", "compute", "KV groups", "FFN columns", "vocabulary", "weights MB", "cache MB", "offers MB")
+    headings = (
+        "rank",
+        "name",
+        "compute",
+        "KV groups",
+        "FFN columns",
+        "vocabulary",
+        "weights MB",
+        "cache MB",
+        "offers MB",
+    )
     for n, heading in enumerate((*headings, "lane") if choice.timed else headings):
         found.add_column(heading, justify="left" if n in (1, 2) else "right")
     lanes = choice.solution.lanes(choice.problem.model.config.num_hidden_layers)

@@ -71,7 +71,9 @@ class RankSpec:
     cache_nbytes: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        phases = {phase: cost and cost.as_json() for phase, cost in (("decode", self.decode), ("prefill", self.prefill))}
+        phases = {
+            phase: cost and cost.as_json() for phase, cost in (("decode", self.decode), ("prefill", self.prefill))
+        }
         return {**vars(self), "way": vars(self.way), **phases}
 
     @staticmethod
@@ -141,7 +143,10 @@ def _rank(path: str | Path, n: int, row: dict[str, Any], model: ModelFile, defau
             raise ValueError(f"{where}: {key} is {value!r}; expected a number above 0")
     way = Way(*(row.get(key, getattr(default, key)) for key in ("compute", "dtype", "device")))
     if way.compute not in COMPUTES or way.dtype not in ITEM_NBYTES:
-        raise ValueError(f"{where}: compute {way.compute!r}, dtype {way.dtype!r}: use {', '.join(COMPUTES)}; {', '.join(ITEM_NBYTES)}")
+        raise ValueError(
+            f"{where}: compute {way.compute!r} with dtype {way.dtype!r}: use {' or '.join(COMPUTES)}, with "
+            f"{', '.join(ITEM_NBYTES)}"
+        )
     name = str(row.get("name", f"rank {n}"))
     rate, flops = row.get("decode_gb_per_s"), row.get("prefill_gflop_per_s")
     overhead = 1e-6 * row.get("overhead_us", 0.0)

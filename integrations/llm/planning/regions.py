@@ -8,7 +8,6 @@ from typing import Any
 
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.planning.states import (
-
     Replicated,
     State,
     add,
@@ -124,5 +123,3 @@ def _mlp(config: ModelConfig, trace: _Tracing, stream: State) -> State:
     gate_up = trace(column_parallel, h, "gate and up projections")
     product = trace(each_element, gate_up, "silu(gate) * up")
     return trace(row_parallel, product, "down projection")
-
-

@@ -150,7 +150,9 @@ def _attention_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:
     if n > units:
         return
     if comb(units - 1, n - 1) <= MAX_TRIED_CUTS:
-        for cuts in reversed(list(combinations(borders[1:-1], n - 1))):  # as even plans have it: more to the lower ranks
+        for cuts in reversed(
+            list(combinations(borders[1:-1], n - 1))
+        ):  # as even plans have it: more to the lower ranks
             yield tuple(b - a for a, b in pairwise((0, *cuts, borders[-1])))
         return
     yield level(borders, _lanes(problem, "attention"), problem.room(), 1)

@@ -1,0 +1,33 @@
+"""What `--plan` of demo and generate means: a file, or "even", "bytes" or "auto"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from hostring.integrations.llm.planning.ask import plan_for
+from hostring.integrations.llm.planning.model_file import read_model_file
+from hostring.integrations.llm.planning.plan_file import PlanFile, read_plan
+
+EVEN: Final = "even"
+BYTES: Final = "bytes"
+AUTO: Final = "auto"
+
+
+def plan_of_file(wish: str, model: Path) -> PlanFile | None:
+    """The plan in a file; None where `wish` is one of the words.
+
+    Raises:
+        FileNotFoundError: no such file. ValueError: it holds no plan for this model.
+    """
+    return None if wish in (EVEN, BYTES, AUTO) else read_plan(wish, read_model_file(model).config)
+
+
+def plan_by_bytes(model: Path, n_ranks: int, compute: str) -> PlanFile:
+    """All ranks hold the same bytes, as far as legal shares allow. Every rank finds the same.
+
+    Raises:
+        ValueError: more ranks than units.
+    """
+    choice = plan_for(model, n_ranks, compute=compute, tie="lanes")
+    return PlanFile(choice.solution.plan, BYTES)

@@ -1,0 +1,63 @@
+"""Checkpoints that are all header: sparse files, whose weights take no room on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+
+def sparse_gguf(
+    path: Path,
+    *,
+    layers: int = 4,
+    hidden: int = 512,
+    columns: int = 2048,
+    heads: int = 8,
+    kv_heads: int = 4,
+    head_dim: int = 64,
+    vocab: int = 1000,
+    kind: GGMLQuantizationType = GGMLQuantizationType.Q8_0,
+) -> Path:
+    """A GGUF file of the llama layout with tied embeddings, whose tensors are holes."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(layers)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(columns)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    shapes = {
+        "attn_q": (heads * head_dim, hidden),
+        "attn_k": (kv_heads * head_dim, hidden),
+        "attn_v": (kv_heads * head_dim, hidden),
+        "attn_output": (hidden, heads * head_dim),
+        "ffn_gate": (columns, hidden),
+        "ffn_up": (columns, hidden),
+        "ffn_down": (hidden, columns),
+    }
+    matrices = {f"blk.{n}.{name}.weight": shape for n in range(layers) for name, shape in shapes.items()}
+    matrices["token_embd.weight"] = (vocab, hidden)
+    norms = [f"blk.{n}.{name}.weight" for n in range(layers) for name in ("attn_norm", "ffn_norm")]
+    block, block_nbytes = GGML_QUANT_SIZES[kind]
+    total = 0
+    for name, shape in matrices.items():
+        nbytes = shape[0] * shape[1] // block * block_nbytes
+        stored = (shape[0], shape[1] // block * block_nbytes)
+        writer.add_tensor_info(name, stored, np.dtype(np.uint8), nbytes, kind)
+        total += nbytes + 32
+    for name in (*norms, "output_norm.weight"):
+        writer.add_tensor_info(name, (hidden,), np.dtype(np.float32), 4 * hidden)
+        total += 4 * hidden + 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + total)
+    return path
