@@ -20,12 +20,21 @@ class Options:
 
     Attributes:
         topology, order, wire, transport: as in `hostring.init`; None leaves it to the environment.
+        inner: the library inside islands: "gloo", "nccl", "xccl", "hostring", "auto" (by the device of each rank), or
+            "off". None: HOSTRING_INNER, or for a sub-group what the default group has.
+        island_size: so many consecutive ranks of the world form an island. None: HOSTRING_ISLAND_SIZE, or else the
+            ranks of one host whose devices are of one vendor.
+        strict: hostring folds the contributions of all ranks, so that `order` holds inside islands too. None:
+            whether HOSTRING_STRICT is 1.
     """
 
     topology: str | None = None
     order: str | None = None
     wire: str | None = None
     transport: str | None = None
+    inner: str | None = None
+    island_size: int | None = None
+    strict: bool | None = None
 
 
 def register() -> None:

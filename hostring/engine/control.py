@@ -104,6 +104,13 @@ class Control:
         self._listen(0)
         return sum(p.gone is None and not p.left for p in self._peers.values())
 
+    def known_failure(self) -> HostringError | None:
+        """The first cause, or a rank that has died, as far as this one can see now. Never waits."""
+        self._listen(0)
+        if self.cause is not None:
+            return fresh_copy(self.cause)
+        return next((PeerLostError(r, p.gone) for r, p in self._peers.items() if p.gone and not p.left), None)
+
     # ------------------------------------------------------------------ frames
 
     def _read(self, peer: int) -> None:

@@ -145,6 +145,10 @@ class Session:
         if self.closed is not None:
             raise GroupClosedError(f"rank {self.rank} has {self.closed} this group; make a new one with hostring.init")
 
+    def known_failure(self) -> HostringError | None:
+        """What this rank can see now of a failure, also outside of calls: the first cause, or a rank that has died."""
+        return None if self._released else self.control.known_failure()
+
     def fail(self, exc: BaseException, program: Program | None = None, started: float = 0.0) -> BaseException:
         """Poison the group with the first cause, tell all ranks, and return what to raise here."""
         if self.closed is not None and self.control.cause is None:

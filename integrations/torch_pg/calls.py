@@ -12,6 +12,7 @@ import hostring
 from hostring.integrations.torch_pg import profiling
 from hostring.integrations.torch_pg.async_work import UNSET, CommWork, handle
 from hostring.integrations.torch_pg.device_streams import in_order
+from hostring.integrations.torch_pg.islands.collectives import Islands
 
 Timeout = timedelta | None
 
@@ -21,12 +22,14 @@ class Calls:
 
     Attributes:
         comm: the ranks.
+        collectives: `comm`, or islands, which carry out all_reduce, reduce_scatter, all_gather, broadcast, all_to_all.
         default_timeout: of calls that name none.
         batch: the works begun since `_start_coalescing`; None outside of a batch.
     """
 
-    def __init__(self, comm: hostring.Comm, timeout: timedelta) -> None:
+    def __init__(self, comm: hostring.Comm, timeout: timedelta, islands: Islands | None = None) -> None:
         self.comm, self.default_timeout = comm, timeout
+        self.collectives: Any = comm if islands is None else islands
         self.batch: list[hostring.Work] | None = None
         self._extra: list[float] = []  # seconds that the next call gets besides its timeout
 

@@ -42,7 +42,7 @@ ALL_TO_ALL_SINGLE = Name("all_to_all", "c10d::alltoall_base_")
 
 class DataMovement:
     def __init__(self, calls: Calls) -> None:
-        self._calls, self._comm = calls, calls.comm
+        self._calls, self._comm, self._collectives = calls, calls.comm, calls.collectives
 
     def broadcast(self, tensors: Any, opts: Any, root: int | None, timeout: Timeout) -> CommWork | None:
         tensors, opts = listed(tensors), given(c10d.BroadcastOptions, opts, rootRank=root, timeout=timeout)
@@ -51,7 +51,7 @@ class DataMovement:
 
         def job() -> None:
             for tensor in tensors:
-                self._comm.broadcast(tensor, root, timeout=seconds)
+                self._collectives.broadcast(tensor, root, timeout=seconds)
 
         return self._calls.run(BROADCAST, job, tensors, opts, tensors)
 
@@ -88,13 +88,14 @@ class DataMovement:
 
         def job() -> None:
             for output, input in zip(outputs, inputs, strict=True):
-                self._comm.all_gather(input, out=output, timeout=seconds)
+                self._collectives.all_gather(input, out=output, timeout=seconds)
 
         return job
 
     def _all_gather_job(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Callable[[], None]:
         """`outputs[k][r]` gets `inputs[k]` of rank r. Sizes may differ between ranks, if every rank knows them."""
         comm, seconds = self._comm, self._calls.seconds(opts.timeout)
+        collectives = self._collectives
         check_plain("all_gather", chain(inputs, *outputs))
         for k, input in enumerate(inputs):
             check_writable("all_gather", outputs[k])
@@ -109,9 +110,9 @@ class DataMovement:
             for k, input in enumerate(inputs):
                 sizes = [t.numel() for t in outputs[k]]
                 if len(set(sizes)) == 1:
-                    fill(outputs[k], comm.all_gather(input, timeout=seconds))
+                    fill(outputs[k], collectives.all_gather(input, timeout=seconds))
                 else:
-                    gathered = comm.all_gather(input.reshape(-1), counts=sizes, timeout=seconds)
+                    gathered = collectives.all_gather(input.reshape(-1), counts=sizes, timeout=seconds)
                     fill(outputs[k], gathered.split(sizes))
 
         return job
@@ -174,7 +175,7 @@ class DataMovement:
         def job() -> None:
             packed = torch.cat([t.detach().reshape(-1) for t in inputs])
             got = torch.empty(sum(recv), dtype=outputs[0].dtype, device=outputs[0].device)
-            self._comm.all_to_all(packed, send_counts=send, recv_counts=recv, out=got, timeout=seconds)
+            self._collectives.all_to_all(packed, send_counts=send, recv_counts=recv, out=got, timeout=seconds)
             fill(outputs, torch.split(got, recv))
 
         return self._calls.run(ALL_TO_ALL, job, outputs, opts, inputs)
@@ -196,6 +197,6 @@ class DataMovement:
         check_writable("all_to_all", [output])
 
         def job() -> None:
-            self._comm.all_to_all(input, send_counts=send, recv_counts=recv, out=output, timeout=seconds)
+            self._collectives.all_to_all(input, send_counts=send, recv_counts=recv, out=output, timeout=seconds)
 
         return self._calls.run(ALL_TO_ALL_SINGLE, job, [output], opts, (input, output))

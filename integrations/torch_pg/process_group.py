@@ -14,6 +14,8 @@ from hostring.integrations.torch_pg.async_work import CommWork
 from hostring.integrations.torch_pg.barriers import Barriers
 from hostring.integrations.torch_pg.calls import Calls, Timeout
 from hostring.integrations.torch_pg.data_movement import DataMovement
+from hostring.integrations.torch_pg.islands.choice import Choice
+from hostring.integrations.torch_pg.islands.collectives import Islands
 from hostring.integrations.torch_pg.point_to_point import PointToPoint
 from hostring.integrations.torch_pg.reductions import Reductions
 from hostring.integrations.torch_pg.subgroups import Subgroups
@@ -32,19 +34,24 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]
         store: torch's store of this group.
         timeout: of calls that name none.
         connect: makes the groups that are split from this one; see `new_group.connect`.
+        islands: what joins ranks of one vendor; None where hostring joins all.
+        choice, names: see `Subgroups`.
     """
 
-    def __init__(self, comm: hostring.Comm, store: Any, timeout: timedelta, connect: Callable[..., Any]) -> None:
+    def __init__(
+        self, comm: hostring.Comm, store: Any, timeout: timedelta, connect: Callable[..., Any],
+        islands: Islands | None = None, choice: Choice | None = None, names: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         super().__init__(comm.rank, comm.world_size)
-        self.comm = comm
+        self.comm, self.islands = comm, islands
         self._store = store
         self._group_name = self._desc = ""
-        self._calls = Calls(comm, timeout)
+        self._calls = Calls(comm, timeout, islands)
         self._reductions = Reductions(self._calls)
         self._data_movement = DataMovement(self._calls)
         self._point_to_point = PointToPoint(self._calls)
         self._barriers = Barriers(self._calls, store)
-        self._subgroups = Subgroups(self._calls, store, connect)
+        self._subgroups = Subgroups(self._calls, store, connect, choice, names)
 
     # ------------------------------------------------------------------ reductions
 
@@ -189,6 +196,9 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Finish what was accepted, say goodbye, and close the links."""
+        self._wait_for_pending_works()
+        if self.islands is not None:
+            self.islands.close()
         self.comm.close()
 
     def abort(self) -> None:

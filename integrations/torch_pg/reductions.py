@@ -29,13 +29,14 @@ REDUCE_SCATTER_COALESCED = Name("reduce_scatter", "c10d::reduce_scatter_tensor_c
 
 class Reductions:
     def __init__(self, calls: Calls) -> None:
-        self._calls, self._comm = calls, calls.comm
+        self._calls, self._comm, self._collectives = calls, calls.comm, calls.collectives
+        self._direct = calls.collectives is calls.comm  # whether a call needs no turn of its own
 
     def all_reduce(self, tensors: Any, opts: Any, op: Any, timeout: Timeout) -> CommWork | None:
         if type(opts) is not c10d.AllreduceOptions:
             tensors, opts = listed(tensors), given(c10d.AllreduceOptions, opts, reduceOp=op, timeout=timeout)
         name, tensor, timeout = OPS[hash(opts.reduceOp)], tensors[0], opts.timeout
-        if name == PREMUL or len(tensors) > 1 or tensor.is_sparse or profiling.enabled():
+        if name == PREMUL or len(tensors) > 1 or tensor.is_sparse or profiling.enabled() or not self._direct:
             return self._all_reduce_each(ALL_REDUCE, tensors, opts)
         if not opts.asyncOp and self._calls.batch is None:
             self._comm.all_reduce(tensor, name, timeout=self._calls.seconds(timeout))
@@ -69,7 +70,7 @@ class Reductions:
                 folded_alike = "float" if tensor.is_floating_point() and tensor.itemsize <= 4 else tensor.dtype
                 together.setdefault(folded_alike, []).append(tensor)
             for alike in together.values():
-                self._comm.all_reduce_coalesced(alike, "sum" if scale is not None else op, timeout=seconds)
+                self._collectives.all_reduce_coalesced(alike, "sum" if scale is not None else op, timeout=seconds)
 
         return self._calls.run(name, job, tensors, opts, tensors)
 
@@ -129,6 +130,6 @@ class Reductions:
                 if scale is not None:
                     x = x.detach() * scale
                 op = "sum" if scale is not None else name
-                self._comm.reduce_scatter(x, op, counts=counts, out=output, timeout=seconds)
+                self._collectives.reduce_scatter(x, op, counts=counts, out=output, timeout=seconds)
 
         return job

@@ -20,11 +20,11 @@ def batches(rank: int, steps: int = 20) -> list[tuple[torch.Tensor, torch.Tensor
     return [(torch.randn(6, 12, generator=generator), torch.randn(6, 3, generator=generator)) for _ in range(steps)]
 
 
-def train(net, rank: int, steps: int = 20) -> list[float]:
+def train(net, rank: int, steps: int = 20, device: str = "cpu") -> list[float]:
     """Losses of all steps, then the sum of all parameters."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     losses = []
-    for x, y in batches(rank, steps):
+    for x, y in ((x.to(device), y.to(device)) for x, y in batches(rank, steps)):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(net(x), y)
         loss.backward()
