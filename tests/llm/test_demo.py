@@ -91,7 +91,7 @@ def test_float32_ranks_write_what_one_rank_writes(tmp_path: Path, ranks: int, to
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--ranks", "99"), "99 ranks can't share 5 KV-head groups"),
+        (("--ranks", "99"), "99 ranks can't share 10 query heads"),
         (("--json", "{}/none/x.json"), "there is no directory"),
         (("--topology", "cube"), "topology='cube' is unknown"),
         (("--prompt", ""), "a prompt is empty"),

@@ -92,11 +92,23 @@ def test_the_rank_with_fewer_heads_gets_more_columns() -> None:
     assert len(text.splitlines()) == 3
 
 
-def test_more_ranks_than_groups_names_the_nearest_plans() -> None:
-    with pytest.raises(
-        ValueError, match=r"4 ranks can't share 3 KV-head groups.*3 ranks with 1/1/1 groups or 2 ranks with 2/1 groups"
-    ):
-        ShardPlan.balanced(SMOL, 4)
+@given(models(), st.data())
+def test_more_ranks_than_groups_share_kv_heads(drawn: tuple[ModelConfig, int], data: st.DataObject) -> None:
+    config, _ = drawn
+    world_size = data.draw(st.integers(1, config.num_attention_heads))
+    plan = ShardPlan.balanced(config, world_size)
+    held = [plan.attention_of(config, rank) for rank in range(world_size)]
+    assert [h for heads, _ in held for h in heads] == list(range(config.num_attention_heads))
+    for rank, (heads, groups) in enumerate(held):
+        assert {h // config.group_heads for h in heads} == set(groups)
+        local = plan.local_config(config, rank)
+        assert (local.num_attention_heads, local.num_key_value_heads) == (len(heads), len(groups))
+    assert bool(plan.heads) == (world_size > config.num_key_value_heads)
+
+
+def test_more_ranks_than_query_heads_names_the_nearest_plan() -> None:
+    with pytest.raises(ValueError, match=r"10 ranks can't share 9 query heads.*the nearest legal plan has 9 ranks"):
+        ShardPlan.balanced(SMOL, 10)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +122,12 @@ def test_more_ranks_than_groups_names_the_nearest_plans() -> None:
             lambda: ShardPlan((2, 1), (768, 700), (24576, 24576)).check(SMOL),
             r"plan 768/700 covers 1468 FFN columns; the model has 1536",
         ),
-        (lambda: ShardPlan((3, 0), (768, 768), (24576, 24576)).check(SMOL), r"leaves a rank without a KV-head group"),
+        (lambda: ShardPlan((3, 0), (768, 768), (24576, 24576)).check(SMOL), r"leaves a rank without a KV head"),
+        (
+            lambda: ShardPlan((1, 3), (768, 768), (24576, 24576), (2, 7)).check(SMOL),
+            r"plan 2/7 gives rank 1 the query heads 2 to 8, which read 3 KV heads; heads of one KV head, or all of",
+        ),
+        (lambda: ShardPlan((1, 2), (768, 768), (24576, 24576), (9,)), "1 numbers of query heads .* 2 ranks"),
         (
             lambda: ShardPlan((2, 1), (768, 768), (49152,)),
             "one number per rank: 2 for KV groups, 2 for columns, 1 for vocabulary",

@@ -63,9 +63,8 @@ def slices_of_rank(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str,
 
 
 def _attention(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str, tuple[TensorSlice, ...]]:
-    groups, dim, hidden = plan.groups_of(rank), config.head_dim, config.hidden_size
-    q_rows = range(groups.start * config.group_heads * dim, groups.stop * config.group_heads * dim)
-    kv_rows = range(groups.start * dim, groups.stop * dim)
+    dim, hidden = config.head_dim, config.hidden_size
+    q_rows, kv_rows = (range(heads.start * dim, heads.stop * dim) for heads in plan.attention_of(config, rank))
     q_all, kv_all = config.num_attention_heads * dim, config.num_key_value_heads * dim
     qkv = (("q", q_all, q_rows), ("k", kv_all, kv_rows), ("v", kv_all, kv_rows))
     found = {

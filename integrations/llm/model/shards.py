@@ -1,4 +1,5 @@
-"""Which part of a model each rank holds: whole KV-head groups, FFN columns, vocabulary rows. Splits may be uneven."""
+"""Which part of a model each rank holds: KV-head groups or parts of one, FFN columns, vocabulary rows. Splits may be
+uneven."""
 
 from __future__ import annotations
 
@@ -22,11 +23,14 @@ class ShardPlan:
         kv_groups: KV heads, each with the query heads that read it.
         columns: FFN columns (rows of gate and up, columns of down).
         vocab: rows of the output head.
+        heads: query heads, where ranks share KV heads; such a rank holds a copy of the KV head that its query heads
+            read. Empty where every KV head is on one rank, with all query heads that read it.
     """
 
     kv_groups: tuple[int, ...]
     columns: tuple[int, ...]
     vocab: tuple[int, ...]
+    heads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.kv_groups) == len(self.columns) == len(self.vocab):
@@ -35,7 +39,11 @@ class ShardPlan:
                 f"for columns, "
                 f"{len(self.vocab)} for vocabulary"
             )
-        if min(*self.columns, *self.vocab, 0) < 0:
+        if self.heads and len(self.heads) != len(self.kv_groups):
+            raise ValueError(
+                f"{len(self.heads)} numbers of query heads are not one for each of {self.world_size} ranks"
+            )
+        if min(*self.columns, *self.vocab, *self.heads, 0) < 0:
             raise ValueError(f"negative shares in {self}")
 
     @property
@@ -49,7 +57,7 @@ class ShardPlan:
 
     @staticmethod
     def balanced(config: ModelConfig, world_size: int, balance: Balance = "regions") -> ShardPlan:
-        """Split evenly, as far as whole KV-head groups allow.
+        """Split evenly, as far as whole KV-head groups allow. More ranks than groups share KV heads.
 
         Args:
             config: the whole model.
@@ -59,40 +67,61 @@ class ShardPlan:
                 both, so "regions" is the faster one where memory is no concern.
 
         Raises:
-            ValueError: more ranks than KV-head groups; names the nearest plans that are possible.
+            ValueError: more ranks than query heads; names the nearest number that is possible.
         """
         groups = config.num_key_value_heads
+        heads: tuple[int, ...] = ()
         if world_size > groups:
-            raise ValueError(_too_many_ranks(groups, world_size))
-        kv_groups = apportion(groups, [1.0] * world_size)
-        group_elements, column_elements = attention_group_elements(config), ffn_column_elements(config)
-        held = [g * group_elements / column_elements if balance == "bytes" else 0.0 for g in kv_groups]
+            heads, kv_groups = _shared_heads(config, world_size), (1,) * world_size
+        else:
+            kv_groups = apportion(groups, [1.0] * world_size)
+        attention = ShardPlan(kv_groups, (0,) * world_size, (0,) * world_size, heads)
+        column = config.num_hidden_layers * ffn_column_elements(config)
+        held = [attention.n_elements(config, r) / column if balance == "bytes" else 0.0 for r in range(world_size)]
         shares = _level(held, config.intermediate_size)
         # Whole multiples of 32 columns keep block-quantised tensors from being read twice at the cuts.
         granule = 32 if config.intermediate_size % 32 == 0 and config.intermediate_size >= 256 * world_size else 1
         columns = tuple(granule * n for n in apportion(config.intermediate_size // granule, shares))
-        plan = ShardPlan(kv_groups, columns, apportion(config.vocab_size, [1.0] * world_size))
+        plan = ShardPlan(kv_groups, columns, apportion(config.vocab_size, [1.0] * world_size), heads)
         plan.check(config)
         return plan
 
     def check(self, config: ModelConfig) -> None:
         """Raise a ValueError unless this plan covers `config` exactly."""
+        attention = ("query heads", self.heads, config.num_attention_heads)
         for name, shares, total in (
-            ("KV-head groups", self.kv_groups, config.num_key_value_heads),
+            attention if self.heads else ("KV-head groups", self.kv_groups, config.num_key_value_heads),
             ("FFN columns", self.columns, config.intermediate_size),
             ("vocabulary rows", self.vocab, config.vocab_size),
         ):
             if sum(shares) != total:
                 raise ValueError(f"plan {_slashed(shares)} covers {sum(shares)} {name}; the model has {total}")
         if min(self.kv_groups) < 1:
+            raise ValueError(f"plan {_slashed(self.kv_groups)} leaves a rank without a KV head; every rank needs one")
+        for rank in range(self.world_size if self.heads else 0):
+            self._check_shared(config, rank)
+
+    def _check_shared(self, config: ModelConfig, rank: int) -> None:
+        heads, groups = self.attention_of(config, rank)
+        whole = heads.start % config.group_heads == heads.stop % config.group_heads == 0
+        if len(groups) != self.kv_groups[rank] or not (whole or len(groups) == 1):
             raise ValueError(
-                f"plan {_slashed(self.kv_groups)} leaves a rank without a KV-head group; "
-                + _too_many_ranks(config.num_key_value_heads, self.world_size)
+                f"plan {_slashed(self.heads)} gives rank {rank} the query heads {heads.start} to {heads.stop - 1}, "
+                f"which read {len(groups)} KV heads; heads of one KV head, or all of several, can be on a rank"
             )
 
     def groups_of(self, rank: int) -> range:
-        """KV heads of `rank`."""
+        """KV heads of `rank`, in a plan where ranks share none."""
         return _range(self.kv_groups, rank)
+
+    def attention_of(self, config: ModelConfig, rank: int) -> tuple[range, range]:
+        """Query heads of `rank`, and the KV heads that they read."""
+        per_group = config.group_heads
+        if self.heads:
+            heads = _range(self.heads, rank)
+            return heads, range(heads.start // per_group, -(-heads.stop // per_group))
+        groups = self.groups_of(rank)
+        return range(groups.start * per_group, groups.stop * per_group), groups
 
     def columns_of(self, rank: int) -> range:
         """FFN columns of `rank`."""
@@ -104,37 +133,32 @@ class ShardPlan:
 
     def local_config(self, config: ModelConfig, rank: int) -> ModelConfig:
         """The shapes of the part that `rank` holds. The vocabulary stays whole: it is that of the embedding."""
-        groups = self.kv_groups[rank]
+        heads, groups = self.attention_of(config, rank)
         return replace(
             config,
-            num_key_value_heads=groups,
-            num_attention_heads=groups * config.group_heads,
+            num_key_value_heads=len(groups),
+            num_attention_heads=len(heads),
             intermediate_size=self.columns[rank],
         )
 
     def n_elements(self, config: ModelConfig, rank: int) -> int:
         """Matrix elements that `rank` reads for one token: layers and its part of the head."""
-        layer = self.kv_groups[rank] * attention_group_elements(config) + self.columns[rank] * ffn_column_elements(
-            config
-        )
+        heads, groups = self.attention_of(config, rank)
+        attention = 2 * config.hidden_size * config.head_dim * (len(heads) + len(groups))
+        layer = attention + self.columns[rank] * ffn_column_elements(config)
         return config.num_hidden_layers * layer + self.vocab[rank] * config.hidden_size
 
     def describe(self, config: ModelConfig) -> str:
         """A table for people, one line per rank."""
         lines = ["rank  query heads  KV heads  FFN columns  vocabulary  weights"]
         total = sum(self.n_elements(config, r) for r in range(self.world_size))
-        for r, groups in enumerate(self.kv_groups):
-            mine = self.n_elements(config, r)
+        for r in range(self.world_size):
+            mine, (heads, groups) = self.n_elements(config, r), self.attention_of(config, r)
             lines.append(
-                f"{r:4}  {groups * config.group_heads:11}  {groups:8}  {self.columns[r]:11}  {self.vocab[r]:10}  "
+                f"{r:4}  {len(heads):11}  {len(groups):8}  {self.columns[r]:11}  {self.vocab[r]:10}  "
                 f"{mine / 1e6:.1f} M ({100 * mine / total:.1f} %)"
             )
         return "\n".join(lines)
-
-
-def attention_group_elements(config: ModelConfig) -> int:
-    """Matrix elements of one KV-head group in one layer: q, k, v and the output projection."""
-    return config.hidden_size * config.head_dim * (2 * config.group_heads + 2)
 
 
 def ffn_column_elements(config: ModelConfig) -> int:
@@ -174,12 +198,13 @@ def _slashed(shares: Sequence[int]) -> str:
     return "/".join(map(str, shares))
 
 
-def _too_many_ranks(groups: int, world_size: int) -> str:
-    nearest = [n for n in (min(groups, world_size), min(groups, world_size) - 1) if n >= 1]
-    plans = " or ".join(
-        f"{n} rank{'s' * (n > 1)} with {_slashed(apportion(groups, [1.0] * n))} groups" for n in nearest
-    )
-    return (
-        f"{world_size} ranks can't share {groups} KV-head groups, each needs at least one; the nearest "
-        f"legal plans: {plans}"
-    )
+def _shared_heads(config: ModelConfig, world_size: int) -> tuple[int, ...]:
+    """Query heads of each rank, when there are more ranks than KV heads: each rank's read one KV head."""
+    if world_size > config.num_attention_heads:
+        n = config.num_attention_heads
+        raise ValueError(
+            f"{world_size} ranks can't share {n} query heads, each needs at least one; the nearest legal plan has "
+            f"{n} ranks with a query head each"
+        )
+    ranks = apportion(world_size, [1.0] * config.num_key_value_heads)
+    return tuple(n for k in ranks for n in apportion(config.group_heads, [1.0] * k))

@@ -67,8 +67,10 @@ class UnitPlan:
         """Units of attention that each rank holds.
 
         Raises:
-            ValueError: a share ends inside of a unit.
+            ValueError: a share ends inside of a unit, or ranks share KV heads.
         """
+        if plan.heads:
+            raise ValueError("ranks that share KV heads can't compute packed; compute exact")
         return _per_rank(self.groups, plan.kv_groups, "KV-head groups")
 
     def columns_per_rank(self, plan: ShardPlan) -> list[int]:
