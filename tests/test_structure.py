@@ -43,6 +43,7 @@ MODEL_LAYERS = (
     ("model",),
     ("checkpoint",),
     ("request", "sharded", "packed", "stats", "agreement"),
+    ("same_bits",),
     ("compute",),
     ("planning",),
     ("prefix",),

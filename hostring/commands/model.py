@@ -64,6 +64,24 @@ Plan = Annotated[
         help="Who holds what: a plan of `hostring plan model`; even shares; or as many bytes for every rank.",
     ),
 ]
+SameBits = Annotated[
+    bool,
+    typer.Option(
+        "--same-bits", help="Promise the logits of any number of ranks, bit for bit, and hash them; or refuse at start."
+    ),
+]
+Devices = Annotated[
+    str,
+    typer.Option(
+        help="What each rank computes on: cpu, cuda (also ROCm), cuda:1, mps, xpu, auto; one for all, or one per rank."
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="What this rank computes on: cpu, cuda (also ROCm), cuda:1, mps, xpu; auto: an accelerator, if any."
+    ),
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.", dir_okay=False)]
 
 
@@ -78,15 +96,7 @@ def demo(
         str | None,
         typer.Option(help="What each rank computes in: float16, bfloat16, float32; one for all, or one per rank."),
     ] = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "What each rank computes on: cpu, cuda (also ROCm), cuda:1, mps, xpu, auto; one for all, or "
-                "one per rank."
-            )
-        ),
-    ] = "cpu",
+    device: Devices = "cpu",
     topology: TopologyName = "auto",
     model: Model = None,
     prompt: Prompts = None,
@@ -101,6 +111,7 @@ def demo(
     compile: Compile = None,
     compute: Compute = "auto",
     plan: Plan = "even",
+    same_bits: SameBits = False,
     rejoin_timeout: RejoinTimeout = 300.0,
     timeout: Annotated[float, typer.Option(min=0.1, help=_TIMEOUT_HELP)] = 120.0,
 ) -> None:
@@ -123,12 +134,7 @@ def generate(
     dtypes: Annotated[
         str | None, typer.Option(help="What each rank computes in; one for all, or one per rank.")
     ] = "float32",
-    device: Annotated[
-        str,
-        typer.Option(
-            help="What this rank computes on: cpu, cuda (also ROCm), cuda:1, mps, xpu; auto: an accelerator, if any."
-        ),
-    ] = "auto",
+    device: Device = "auto",
     topology: TopologyName = "auto",
     model: Model = None,
     prompt: Prompts = None,
@@ -146,6 +152,7 @@ def generate(
     compile: Compile = None,
     compute: Compute = "auto",
     plan: Plan = "even",
+    same_bits: SameBits = False,
     rejoin_timeout: RejoinTimeout = 300.0,
     timeout: Annotated[float | None, typer.Option(min=0.1, help=f"{_TIMEOUT_HELP} 120 by default.")] = None,
 ) -> None:

@@ -24,6 +24,7 @@ from hostring.integrations.llm.packed.library import Unavailable, load
 from hostring.integrations.llm.packed.model import PackedModel, build_packed
 from hostring.integrations.llm.packed.plan import UnitPlan
 from hostring.integrations.llm.packed.weights import unsupported
+from hostring.integrations.llm.same_bits import promise
 from hostring.integrations.llm.sharded import build
 
 log = logging.getLogger("hostring")
@@ -82,6 +83,7 @@ def build_local(
     hash_activations: bool,
     compile: bool | str,
     packed_ranks: Sequence[bool] | None = None,
+    same_bits: bool = False,
     **exact: Any,
 ) -> tuple[LocalModel, Sequence[bool]]:
     """This rank's part of the model, computed as `compute` says. A collective: every rank calls it; ranks may ask for
@@ -93,15 +95,19 @@ def build_local(
         why it can't.
         plan, max_seq, hash_activations, compile, exact: see `sharded.build`.
         packed_ranks: which ranks compute packed, where this group has agreed on it before: then this is no collective.
+        same_bits: refuse what does not give the bits of any other number of ranks.
 
     Returns:
         the part, and which ranks compute packed.
 
     Raises:
-        ValueError: there is no such way; or this rank, or another one, was told to compute packed and can't.
+        ValueError: there is no such way; or this rank, or another one, was told to compute packed and can't;
+            or the same bits can't be promised.
     """
     able = _able(checkpoint, compute, device, plan, comm.world_size, bool(compile))
     packed = agree(comm, able, _share_hashes(checkpoint, comm, able, plan)) if packed_ranks is None else packed_ranks
+    if same_bits and packed_ranks is None:
+        promise(comm, able.why_not)
     if any(packed) and plan is None and isinstance(checkpoint, GgufCheckpoint):
         plan = units_of(checkpoint).shares(checkpoint.config, comm.world_size)
     if not able.why_not:

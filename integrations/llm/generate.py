@@ -30,7 +30,8 @@ from hostring.integrations.llm.model.sampling import (
 )
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.prefix import PrefixCache
-from hostring.integrations.llm.request import HEAD_RANK, Request, share_request
+from hostring.integrations.llm.request import HEAD_RANK, Request, check_fit, share_request
+from hostring.integrations.llm.same_bits import LogitsHash
 from hostring.integrations.llm.sharded import DTYPES
 from hostring.integrations.llm.stats import Stats, Traffic, decode_measured, prefill_measured
 
@@ -56,6 +57,7 @@ class Model:
     Attributes:
         packed_ranks: which ranks compute packed.
         bytes_read: of tensor data, to load it. load_s: seconds that took, without the tokenizer.
+        hash_logits: gather the logits of every step and hash them, see `Stats.logits_sha256`.
     """
 
     sharded: LocalModel
@@ -63,6 +65,7 @@ class Model:
     packed_ranks: Sequence[bool] = ()
     bytes_read: int = 0
     load_s: float = 0.0
+    hash_logits: bool = False
 
     @property
     def comm(self) -> Comm:
@@ -103,11 +106,9 @@ class Model:
             on_text: called with pieces of text as they come, on the head rank only.
             on_token: called with every id as it comes, on every rank: what there is when a generation fails half-way.
             cache: an earlier turn's cache to continue from; a new one when not given. It holds all but the last token
-                of
-                that turn's answer, which therefore starts the next prompt.
+                of that turn's answer, which therefore starts the next prompt.
             prefix: instead of a cache: what earlier prompts and answers left. What the prompt has in common with them
-                from
-                the start is not computed again. All ranks pass one, or none does.
+                from the start is not computed again. All ranks pass one, or none does.
 
         Raises:
             ValueError: an empty prompt, one that doesn't fit, an id outside the vocabulary, or logits that are not
@@ -118,11 +119,11 @@ class Model:
         started = perf_counter()
         request = share_request(self.comm, lambda: self._request(prompt, sampling or Sampling(), max_tokens))
         if prefix is not None:
-            _check_fit(request.ids, prefix.cache, 0)
+            check_fit(len(request.ids), prefix.cache.max_seq, 0)
             ids, cache = prefix.reuse(self.comm, request.ids), prefix.cache
         else:
             ids, cache = list(request.ids), self.sharded.new_cache() if cache is None else cache
-            _check_fit(ids, cache, cache.length)
+            check_fit(len(ids), cache.max_seq, cache.length)
         found = _Run(self, request, ids, cache, on_text, on_token, started).generation()
         if prefix is not None:
             prefix.ids = [*request.ids, *found.tokens[:-1]]
@@ -149,6 +150,7 @@ def load_model(
     compile: bool | str = False,
     compute: str = "auto",
     packed_ranks: Sequence[bool] | None = None,
+    same_bits: bool = False,
 ) -> Model:
     """Load this rank's part of the checkpoint at `path` (a GGUF file or a HF directory), and its tokenizer.
 
@@ -165,6 +167,7 @@ def load_model(
             Ranks may differ; the others wait for this one in their first collective, up to its timeout.
         compute: "auto", "packed" or "exact", see `compute.build_local`. A packed rank has no use for `dtype`.
         packed_ranks: those of an earlier load in the same group, which then need not agree again.
+        same_bits: promise the logits of any other number of ranks, bit for bit, and hash them; see docs/model.md.
 
     Raises:
         ValueError: there is no such dtype or device (no weights were read then), or what `sharded.build` says.
@@ -185,18 +188,10 @@ def load_model(
         replicate_embedding=replicate_embedding,
         compile=compile,
         packed_ranks=packed_ranks,
+        same_bits=same_bits,
     )
     load_s = perf_counter() - begun
-    return Model(sharded, load_tokenizer(path), packed, checkpoint.bytes_read, load_s)
-
-
-def _check_fit(ids: Sequence[int], cache: Cache, taken: int) -> None:
-    if taken + len(ids) > cache.max_seq:
-        raise ValueError(
-            f"the prompt's {len(ids)} tokens don't fit the KV cache of {cache.max_seq} positions, {taken} of "
-            f"them taken; "
-            "raise max_seq or shorten the prompt"
-        )
+    return Model(sharded, load_tokenizer(path), packed, checkpoint.bytes_read, load_s, same_bits)
 
 
 class _Run:
@@ -221,12 +216,13 @@ class _Run:
         self.limit = min(request.max_tokens, cache.max_seq - cache.length - len(ids) + 1)
         self.stream = model.tokenizer.stream()
         self.tokens: list[int] = []
+        self.logits = LogitsHash(self.comm, self.sharded.plan) if model.hash_logits else None
 
     def generation(self) -> Generation:
         audit = self.sharded.reducer.audit
+        stats = self._expected()
         if audit is not None:
             audit.restart()
-        stats = self._expected()
         with prefill_measured(stats, self.comm, self.started):
             status = self._decide(self._prefill())
         with decode_measured(stats, self.comm, self.sharded.reducer.clock):
@@ -239,6 +235,7 @@ class _Run:
             self.on_text(rest)
         if audit is not None:
             stats.activation_sha256, stats.wrong_steps = audit.sha256, audit.wrong_steps
+        stats.logits_sha256 = None if self.logits is None else self.logits.sha256
         reason = "eos" if status == STOP_EOS else "length"
         return Generation(self.tokens, self.model.tokenizer.decode(self.tokens), reason, stats)
 
@@ -248,15 +245,9 @@ class _Run:
         return [_PREFILL_CHUNK] * whole + [rest] * (rest > 0)
 
     def _expected(self) -> Stats:
-        traffic = Traffic(self.comm, self.sharded.reduced_elements, 2 * self.n_candidates, HEAD_RANK)
-        return Stats(
-            prompt_tokens=len(self.request.ids),
-            reused_tokens=len(self.request.ids) - len(self.ids),
-            expected_collectives_per_token=traffic.collectives([1]),
-            expected_bytes_per_token=traffic.nbytes([1]),
-            expected_prefill_collectives=traffic.collectives(self._chunks()),
-            expected_prefill_bytes=traffic.nbytes(self._chunks()),
-        )
+        gathered = 0 if self.logits is None else self.logits.gathered_elements
+        traffic = Traffic(self.comm, self.sharded.reduced_elements, 2 * self.n_candidates, HEAD_RANK, gathered)
+        return traffic.stats(len(self.request.ids), self._chunks())
 
     def _prefill(self) -> Tensor:
         ids = torch.tensor([self.ids], device=self.sharded.device)  # (1, prompt)
@@ -266,6 +257,8 @@ class _Run:
 
     def _decide(self, logits: Tensor) -> int:
         """One collective: candidates in, token and status out. logits: (1, local vocabulary)."""
+        if self.logits is not None:
+            self.logits.add(logits)
         first = self.sharded.plan.vocab_of(self.comm.rank).start
         mine = local_candidates(self._known(logits[0]), self.n_candidates, first)
         token, status = self.comm.decide(mine, self._choose, root=HEAD_RANK)[:, 0].tolist()

@@ -77,3 +77,12 @@ def share_request(comm: Comm, make: Callable[[], Request]) -> Request:
     if "refused" in record:
         raise (TypeError if record["misuse"] else ValueError)(record["refused"])
     return Request.from_json(record["request"])
+
+
+def check_fit(n_ids: int, max_seq: int, taken: int) -> None:
+    """Refuse a prompt that a KV cache of `max_seq` positions, `taken` of them filled, has no room for."""
+    if taken + n_ids > max_seq:
+        raise ValueError(
+            f"the prompt's {n_ids} tokens don't fit the KV cache of {max_seq} positions, {taken} of them taken; "
+            "raise max_seq or shorten the prompt"
+        )

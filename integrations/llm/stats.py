@@ -36,6 +36,8 @@ class Stats:
         activation_sha256: of all reduced hidden states of this generation, and of the residual stream at the end of
             each
             step, in order; None unless asked for.
+        logits_sha256: of the logits of every step, gathered in the order of the vocabulary, on the head rank; None
+            unless asked for.
         wrong_steps: forward passes whose residual stream was not the sum of what was reduced; None unless asked for.
     """
 
@@ -56,6 +58,7 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=dict)
     waited_for: dict[int, float] = field(default_factory=dict)
     activation_sha256: str | None = None
+    logits_sha256: str | None = None
     wrong_steps: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -120,16 +123,18 @@ class Traffic:
         reduced_elements: f32 elements of each all-reduce of one position's forward pass.
         decided_elements: int32 elements that each rank brings to the decision after the last of the passes.
         head_rank: who decides.
+        gathered_elements: f32 elements of the logits that each rank brings to be hashed, where they are.
     """
 
     comm: Comm
     reduced_elements: Sequence[int]
     decided_elements: int
     head_rank: int
+    gathered_elements: int = 0
 
     def collectives(self, passes: Sequence[int]) -> int:
         """Calls for forward passes over these numbers of positions, and one decision."""
-        return len(passes) * len(self.reduced_elements) + 1
+        return len(passes) * len(self.reduced_elements) + 1 + (self.gathered_elements > 0)
 
     def nbytes(self, passes: Sequence[int]) -> int:
         """Payload that this rank sends for them."""
@@ -137,4 +142,16 @@ class Traffic:
         counts = Counter(n * each for n in passes for each in self.reduced_elements)
         reduced = sum(times * expected("all_reduce", n, "float32") for n, times in counts.items())
         decided = expected("decide", self.decided_elements, "int32", root=self.head_rank)
-        return int(reduced + decided)
+        gathered = expected("gather", self.gathered_elements, "float32", root=self.head_rank)
+        return int(reduced + decided + gathered)
+
+    def stats(self, prompt_tokens: int, passes: Sequence[int]) -> Stats:
+        """What is expected of a generation that reads its prompt in these forward passes."""
+        return Stats(
+            prompt_tokens=prompt_tokens,
+            reused_tokens=prompt_tokens - sum(passes),
+            expected_collectives_per_token=self.collectives([1]),
+            expected_bytes_per_token=self.nbytes([1]),
+            expected_prefill_collectives=self.collectives(passes),
+            expected_prefill_bytes=self.nbytes(passes),
+        )

@@ -67,6 +67,7 @@ def _control(generation: Generation, reports: list[Report]) -> dict[str, Any]:
     names = ("decode_tokens_per_s", "ttft_s", "prefill_tokens_per_s")
     figures = {name: getattr(generation.stats, name) for name in names}
     figures["dtype"] = reports[0]["dtype"] if reports else ""
+    figures["logits_sha256"] = generation.stats.logits_sha256
     return {**figures, "tokens": generation.tokens, "activation_sha256": [r["activation_sha256"] for r in reports]}
 
 

@@ -64,6 +64,7 @@ def _of_turn(model: RankModel, controls: Controls, turn: Turn, generation: Gener
         "bytes_read": [r["bytes_read"] for r in reports],
         "load_s": max((r["load_s"] for r in reports), default=0.0),
         "activation_sha256": [r["activation_sha256"] for r in reports],
+        "logits_sha256": stats.logits_sha256,
         "devices": [r["device"] for r in reports],
         "per_rank": reports,
         "controls": controls.beside(model, generation, reports),

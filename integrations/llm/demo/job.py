@@ -33,6 +33,7 @@ class Job:
         plan: who holds what: "even", "bytes", "auto", or a file.
         shares: KV groups, columns and vocabulary by rank, where they are known before the ranks start.
         planned: what else the plan says, as JSON.
+        same_bits: promise the bits of any other number of ranks, see `load_model`.
         prompts: answered one after the other; none for one that suits the model.
         chat: more of them come from the head rank's standard input, a line each, and all are one conversation.
             Otherwise
@@ -60,6 +61,7 @@ class Job:
     plan: str = "even"
     shares: tuple[tuple[int, ...], ...] = ()
     planned: str = ""
+    same_bits: bool = False
     topology: str = "auto"
     order: str = "rank"
     timeout: float = 120.0

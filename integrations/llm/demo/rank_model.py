@@ -16,6 +16,7 @@ from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.sampling import Sampling
 from hostring.integrations.llm.packed.model import PackedModel
 from hostring.integrations.llm.request import HEAD_RANK
+from hostring.integrations.llm.same_bits import promise
 
 Report = dict[str, Any]
 
@@ -65,6 +66,7 @@ class RankModel:
                 hash_activations=True,
                 compute=self.job.compute,
                 plan=self.job.shard_plan if comm is self.comm else None,
+                same_bits=self.job.same_bits,
                 packed_ranks=self._packed_ranks if comm is self.comm else None,
                 compile=self.job.compile_of(comm.rank) if comm is self.comm else False,
             )
@@ -77,6 +79,8 @@ class RankModel:
         """Go on in a rebuilt group; the weights stay where this rank is still the same."""
         if self._loaded is not None and (comm.rank, comm.world_size) == (self.comm.rank, self.comm.world_size):
             self._packed_ranks = stay(self._loaded[1].sharded, comm)
+            if self.job.same_bits:
+                promise(comm, "")
         else:
             self._packed_ranks = None
         self.comm = comm

@@ -95,6 +95,8 @@ def hashes(result: dict[str, Any]) -> str:
     names = [_rank(r, result) for r in result["per_rank"]]
     width = max(16, *map(len, names))
     lines = [f"{name:{width}}  {r['activation_sha256']}" for name, r in zip(names, result["per_rank"], strict=True)]
+    if logits := result.get("logits_sha256"):
+        lines += ["\n[bold]sha256 of all logits, the same for any number of ranks[/]", f"{'':{width}}  {logits}"]
     return "\n".join(["\n[bold]sha256 of all reduced activations[/]", *lines, ""])
 
 

@@ -106,6 +106,13 @@ SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 }
 
 
+INSTRUCTIONS: Final = (
+    *("sse3", "ssse3", "avx", "avx_vnni", "avx2", "f16c", "fma", "bmi2", "avx512", "avx512_vbmi", "avx512_vnni"),
+    *("avx512_bf16", "amx_int8", "neon", "arm_fma", "fp16_va", "dotprod", "matmul_int8", "sve", "sme", "llamafile"),
+)
+"""What ggml can say of itself, as ggml_cpu_has_…."""
+
+
 class Ggml:
     """The library. Its functions are attributes, named as in SIGNATURES."""
 
@@ -127,6 +134,12 @@ class Ggml:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"ggml_{name} is not bound; add it to SIGNATURES")
+
+    def instructions(self) -> list[str]:
+        """The instruction sets for which the kernels were built, of those that change their bits."""
+        library = C.CDLL(str(self.file))
+        names = [name for name in INSTRUCTIONS if hasattr(library, f"ggml_cpu_has_{name}")]
+        return [name for name in names if getattr(library, f"ggml_cpu_has_{name}")()]
 
     def context(self, n_tensors: int, n_graphs: int = 0, graph_nodes: int = 0) -> Pointer:
         """A context with room for the descriptions of so many tensors and graphs; their data lies elsewhere."""
