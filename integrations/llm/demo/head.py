@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from hostring import HostringError
-from hostring.integrations.llm.demo.loop import Tell, reason
+from hostring.integrations.llm.demo.loop import Tell
 from hostring.integrations.llm.demo.prompts import Prompts
 from hostring.integrations.llm.demo.rank_model import RankModel
 from hostring.integrations.llm.demo.steps import ANSWER, CONTROLS, END, WAIT, Step
 from hostring.integrations.llm.demo.turn import Turn
+from hostring.integrations.llm.regroup import reason
 
 NEW = "/new"
 """As a prompt in a chat: forget what was said."""

@@ -8,22 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from time import monotonic
 from typing import Any, Protocol
 
-from hostring import (
-    CollectiveMismatch,
-    Comm,
-    GroupClosedError,
-    HandshakeError,
-    HostringError,
-    PeerLostError,
-    ProtocolError,
-    RendezvousError,
-)
+from hostring import HostringError
 from hostring.integrations.llm.demo.controls import Controls
 from hostring.integrations.llm.demo.rank_model import RankModel
 from hostring.integrations.llm.demo.steps import ANSWER, CONTROLS, END, Step, share
+from hostring.integrations.llm.regroup import reason, recoverable, regrouped
 from hostring.integrations.llm.request import HEAD_RANK
 
 Tell = Callable[[str, Any], None]
@@ -34,7 +25,6 @@ figures)."""
 _LOAD_WAIT_S = 120.0  # how long ranks wait at least for those that still load: a short timeout is meant for steps
 _COMPILE_WAIT_S = 900.0  # the same, where a rank compiles
 _MAX_LOSSES = 3  # in a row, without a prompt in between: whatever kills ranks, another try won't help
-_NOT_RECOVERABLE = (CollectiveMismatch, GroupClosedError, HandshakeError, ProtocolError)
 
 
 class Role(Protocol):
@@ -116,28 +106,22 @@ class Loop:
 
     def _recover(self, exc: HostringError) -> None:
         """Rebuild the group, or raise what says why that is not tried."""
-        model, comm, job = self._model, self._model.comm, self._model.job
+        model = self._model
         waits = self._waits(exc)
         self._role.lost(exc, waits)
         if not waits:
             raise exc
         self._losses += 1
         self._tell("stage", "rebuilding")
-        try:
-            rebuilt = _rebuilt(comm, job.ranks, job.patience)
-        except ValueError as cant:  # there is no store
-            raise HostringError(f"{exc}; {cant}", exc.rank) from exc
+        rebuilt = regrouped(model.comm, exc, model.job.patience)
         self._groups.enter_context(rebuilt)
-        if rebuilt.world_size != job.ranks or (rebuilt.rank == HEAD_RANK) != (comm.rank == HEAD_RANK):
-            who = f"{rebuilt.world_size} ranks came together, this as rank {rebuilt.rank}"
-            raise HostringError(f"{who}; {job.ranks} are wanted, and this was rank {comm.rank}: was one started twice?")
         model.move_to(rebuilt)
         self._gathered = False
 
     def _waits(self, exc: HostringError) -> bool:
         """Whether the lost rank may come back, and prompts are left for it."""
         tries = self._more and self._losses < _MAX_LOSSES and self._model.job.patience > 0
-        return tries and exc.rank not in (None, HEAD_RANK) and not isinstance(exc, _NOT_RECOVERABLE)
+        return tries and recoverable(exc)
 
 
 class Follower:
@@ -162,19 +146,3 @@ class Follower:
                 "start all ranks again",
                 HEAD_RANK,
             ) from exc
-
-
-def _rebuilt(comm: Comm, ranks: int, patience: float) -> Comm:
-    """`comm` with all its ranks again. A rank that dies while the links are made costs another attempt."""
-    deadline = monotonic() + patience
-    while True:
-        try:
-            return comm.rebuild(min_ranks=ranks, timeout=max(0.1, deadline - monotonic()))
-        except RendezvousError:
-            if monotonic() > deadline:
-                raise
-
-
-def reason(exc: HostringError) -> str:
-    """What happened, without the words that say to whom."""
-    return exc.reason if isinstance(exc, PeerLostError) else str(exc)

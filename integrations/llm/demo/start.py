@@ -34,7 +34,7 @@ def demo(job: Job) -> dict[str, Any]:
     """
     from hostring import HostringError
 
-    job = replace(job, devices=_found(job.devices))
+    job = replace(job, devices=found_devices(job.devices))
     key = secrets.token_bytes(32)
     screen = Screen(job)
     with Listener(("127.0.0.1", 0), authkey=key, backlog=job.ranks) as listener:
@@ -80,7 +80,7 @@ def generate(job: Job, comm: Comm, *, device: str = "auto", stats: bool = True) 
         return measure(job, comm, lambda kind, value: screen.handle(0, kind, value), device)
 
 
-def _found(devices: tuple[str, ...]) -> tuple[str, ...]:
+def found_devices(devices: tuple[str, ...]) -> tuple[str, ...]:
     """The devices under torch's names. Torch, which takes a second to import, is only asked about accelerators."""
     if set(devices) <= {"cpu"}:
         return devices

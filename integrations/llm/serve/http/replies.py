@@ -1,0 +1,110 @@
+"""An answer on its way to the client: whole, or as server-sent events while it is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from hostring.integrations.llm.serve.http.answers import GONE, Answers
+from hostring.integrations.llm.serve.http.errors import ApiError
+from hostring.integrations.llm.serve.http.usage import Usage
+from hostring.integrations.llm.serve.text_request import Broken, Event
+
+KEEPALIVE_S = 1.0  # after so long without an event, a comment shows that the connection lives
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Form(Protocol):
+    """How one kind of completion is written down."""
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """Choices of the chunks with which the stream of a text begins."""
+
+    def chunks(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """Choices of the chunks that tell an event."""
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A whole chunk."""
+
+    def whole(self) -> dict[str, Any]:
+        """The answer, after all events have been passed to `chunks`."""
+
+
+@dataclass
+class Reply:
+    """Answers to one request, as an ASGI application.
+
+    Args:
+        stream: as events. include_usage: with a last one that counts tokens.
+    """
+
+    answers: Answers
+    form: Form
+    usage: Usage
+    stream: bool
+    include_usage: bool
+    indices: Sequence[int]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.answers.watched(receive):
+            if self.stream:
+                await self._stream(send)
+            else:
+                await (await self._whole())(scope, receive, send)
+
+    async def _whole(self) -> JSONResponse:
+        while not self.answers.complete:
+            found = await self.answers.next()
+            if found is GONE:
+                return JSONResponse({}, 499)  # nobody reads it
+            index, event = found
+            if isinstance(event, Broken):
+                return ApiError(503 if event.fault else 400, event.message).response()  # type: ignore[return-value]
+            self.usage.note(index, event)
+            self.form.chunks(index, event)
+        return JSONResponse({**self.form.whole(), "usage": self.usage.as_dict()})
+
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        for index in self.indices:
+            await self._send_chunks(send, self.form.opening(index))
+        while not self.answers.complete:
+            try:
+                found = await self.answers.next(KEEPALIVE_S)
+            except TimeoutError:
+                await _write(send, b": keepalive\n\n")
+                continue
+            if found is GONE:
+                return
+            index, event = found
+            if isinstance(event, Broken):
+                error = json.dumps(ApiError(503, event.message, code="stream_broken").as_dict())
+                await _write(send, f"event: error\ndata: {error}\n\n".encode(), more=False)
+                return
+            self.usage.note(index, event)
+            await self._send_chunks(send, self.form.chunks(index, event))
+        if self.include_usage:
+            await self._send(send, {**self.form.chunk([]), "usage": self.usage.as_dict()})
+        await _write(send, b"data: [DONE]\n\n", more=False)
+
+    async def _send_chunks(self, send: Send, choices: list[dict[str, Any]]) -> None:
+        for choice in choices:
+            chunk = self.form.chunk([choice])
+            await self._send(send, {**chunk, "usage": None} if self.include_usage else chunk)
+
+    async def _send(self, send: Send, chunk: dict[str, Any]) -> None:
+        text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+        await _write(send, f"data: {text}\n\n".encode())
+
+
+async def _write(send: Send, data: bytes, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})

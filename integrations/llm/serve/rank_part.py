@@ -1,0 +1,146 @@
+"""One rank's part of the model, with a KV cache for each slot, and how it computes a step's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hostring import Comm
+from hostring.integrations.llm.compute import Cache, stay
+from hostring.integrations.llm.generate import Model, load_model
+from hostring.integrations.llm.model.sampling import local_candidates
+from hostring.integrations.llm.packed.model import PackedModel
+from hostring.integrations.llm.serve.options import ServeOptions
+from hostring.integrations.llm.serve.steps import FROM_PROMPT, Admission, Row, plan_width
+
+
+@dataclass
+class _Slot:
+    """A KV cache and the sequence that has it.
+
+    Attributes:
+        ids: of the prompt, from the first that is not in the cache on. fed: how many of them have been fed since.
+    """
+
+    cache: Cache
+    ids: tuple[int, ...] = ()
+    fed: int = 0
+    n_candidates: int = 1
+    every: bool = False
+
+
+@dataclass(frozen=True)
+class Brought:
+    """Where the candidates of one sequence stand in what a rank brings to a decision."""
+
+    slot: int
+    start: int
+    count: int
+
+
+class RankPart:
+    """What a rank computes with.
+
+    Attributes:
+        model: its part of the model; moves to another group when that is rebuilt.
+    """
+
+    def __init__(self, options: ServeOptions, comm: Comm, device: str) -> None:
+        self._options, self._device = options, device
+        self.model: Model = self._load(comm, None)
+        self._slots: dict[int, _Slot] = {}
+
+    @property
+    def comm(self) -> Comm:
+        return self.model.comm
+
+    @property
+    def computes_in(self) -> str:
+        """For people: "packed", or the dtype."""
+        part = self.model.sharded
+        return "packed" if isinstance(part, PackedModel) else str(part.dtype).removeprefix("torch.")
+
+    def _load(self, comm: Comm, packed_ranks: Sequence[bool] | None) -> Model:
+        job = self._options.job
+        return load_model(
+            job.model,
+            comm,
+            dtype=job.dtypes[comm.rank],
+            device=self._device,
+            compute=job.compute,
+            packed_ranks=packed_ranks,
+            max_seq=self._options.context,
+        )
+
+    def move_to(self, comm: Comm) -> None:
+        """Go on in a rebuilt group. Every KV cache is forgotten: ranks may have stopped at different positions."""
+        self._slots.clear()
+        if (comm.rank, comm.world_size) == (self.comm.rank, self.comm.world_size):
+            self.model.packed_ranks = stay(self.model.sharded, comm)
+        else:
+            self.model = self._load(comm, None)
+
+    def admit(self, admission: Admission) -> None:
+        """A sequence takes a slot."""
+        slot = self._slots.get(admission.slot)
+        if slot is None:
+            slot = self._slots[admission.slot] = _Slot(self.model.sharded.new_cache())
+        slot.cache.truncate(admission.keep)
+        slot.ids, slot.fed = admission.ids, 0
+        slot.n_candidates, slot.every = admission.n_candidates, admission.every
+
+    def run(self, rows: Sequence[Row]) -> tuple[npt.NDArray[np.int32], list[Brought]]:
+        """Compute a step's rows.
+
+        Returns:
+            what this rank brings to the decision, and which parts of it belong to which sequence. All ranks bring as
+            much.
+        """
+        pieces: list[npt.NDArray[np.int32]] = []
+        brought: list[Brought] = []
+        start = 0
+        for row in rows:
+            slot = self._slots[row.slot]
+            logits = self._feed(slot, row)
+            if logits is not None:
+                pieces.append(self._candidates(logits[0], slot.n_candidates).ravel())
+                brought.append(Brought(row.slot, start, slot.n_candidates))
+                start += 2 * slot.n_candidates
+        found = np.zeros(max(start, plan_width(self._options.streams)), np.int32)
+        if pieces:
+            np.concatenate(pieces, out=found[:start])
+        return found, brought
+
+    def _feed(self, slot: _Slot, row: Row) -> Tensor | None:
+        """Logits of the last position, shape (1, local vocabulary), where they are wanted."""
+        if row.token != FROM_PROMPT:
+            tokens: Sequence[int] = (row.token,)
+        else:
+            tokens = slot.ids[slot.fed : slot.fed + row.positions]
+            slot.fed += row.positions
+        logits = self.model.sharded.step(torch.tensor([tokens]), slot.cache)
+        return logits if row.token != FROM_PROMPT or slot.every or slot.fed == len(slot.ids) else None
+
+    def _candidates(self, logits: Tensor, n_candidates: int) -> npt.NDArray[np.int32]:
+        unknown = self.model.rows_without_token
+        known = logits if unknown is None else logits.index_fill(0, unknown, -torch.inf)
+        first = self.model.sharded.plan.vocab_of(self.comm.rank).start
+        return local_candidates(known, n_candidates, first)
+
+    def report(self) -> dict[str, Any]:
+        """What this rank is, and what it has done so far: counters only ever grow."""
+        part, counters = self.model.sharded, self.comm.counters.snapshot()
+        held = {"bytes_held": part.nbytes_held, "kv_bytes": sum(_nbytes(slot.cache) for slot in self._slots.values())}
+        who = {"rank": self.comm.rank, "device": str(part.device), "dtype": self.computes_in}
+        seconds = {**counters["seconds"], "compute": part.reducer.clock.seconds}
+        return {**who, **held, "seconds": seconds, "sent": counters["payload_sent"]}
+
+
+def _nbytes(cache: Cache) -> int:
+    return int(getattr(cache, "nbytes", 0))

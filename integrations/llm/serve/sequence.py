@@ -1,0 +1,103 @@
+"""One text under way, at the head rank: what it has, what it wants next, and when it is complete."""
+
+from __future__ import annotations
+
+from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
+from hostring.integrations.llm.serve.choosing import Chooser, Logits
+from hostring.integrations.llm.serve.stops import StopScanner
+from hostring.integrations.llm.serve.text_request import (
+    LENGTH,
+    STOP,
+    Broken,
+    Deliver,
+    Ended,
+    Piece,
+    PromptLogprobs,
+    Started,
+    TextRequest,
+    TokenLogprob,
+)
+
+
+class Sequence:
+    """One text under way.
+
+    Attributes:
+        deliver: called with each event, on the thread of the steps.
+        cancelled: nobody wants it any more. Any thread may set it.
+        slot: of its KV cache, once it has one. cached: positions that were in there.
+        tokens: generated so far.
+        fed: tokens of the prompt that are computed, the cached ones included.
+    """
+
+    def __init__(self, request: TextRequest, tokenizer: ChatTokenizer, deliver: Deliver) -> None:
+        self.request, self.deliver = request, deliver
+        self.cancelled = False
+        self.slot = -1
+        self.cached = self.fed = 0
+        self.tokens: list[int] = []
+        self._eos_ids = frozenset() if request.ignore_eos else tokenizer.eos_ids
+        self._chooser = Chooser(request)
+        self._stream, self._stops = tokenizer.stream(), StopScanner(request.stop)
+        self._pending: list[tuple[int, TokenLogprob]] = []  # with the character at which the token begins
+        self._characters = 0
+        self._prompt_logprobs: list[TokenLogprob] = []
+
+    @property
+    def prompt_left(self) -> int:
+        """Tokens of the prompt that are not computed yet."""
+        return len(self.request.ids) - self.fed
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids whose positions are computed. The last token has not been fed yet."""
+        return [*self.request.ids[: self.fed], *self.tokens[:-1]]
+
+    def start(self, slot: int, cached: int) -> None:
+        """It has a slot, whose cache holds its first `cached` tokens."""
+        self.slot, self.cached, self.fed = slot, cached, cached
+        self.deliver(Started(cached))
+
+    def accept(self, logits: Logits) -> bool:
+        """Take the logits after the last position that was fed. Returns whether more is wanted."""
+        if self.request.prompt_logprobs and self.fed < len(self.request.ids):
+            self._prompt_logprobs.append(self._chooser.logprob(logits, self.request.ids[self.fed]))
+            return True
+        if self.request.prompt_logprobs and not self.tokens:
+            self.deliver(PromptLogprobs(tuple(self._prompt_logprobs)))
+            if self.request.max_tokens == 0:
+                return self._end(LENGTH)
+        token = self._chooser.choose(logits)
+        if token is None:
+            where = f"after {len(self.tokens)} tokens"
+            self.deliver(Broken(f"a logit is not a finite number {where}; check the checkpoint, or compute in float32"))
+            return False
+        self.tokens.append(token)
+        if token in self._eos_ids:
+            return self._end(STOP)
+        if self.request.top_logprobs is not None:
+            self._pending.append((self._characters, self._chooser.logprob(logits, token)))
+        self._show(self._stream.push(token))
+        if self._stops.found:
+            return self._end(STOP)
+        return True if len(self.tokens) < self.request.max_tokens else self._end(LENGTH)
+
+    def _show(self, piece: str) -> None:
+        self._characters += len(piece)
+        self._give(self._stops.push(piece))
+
+    def _give(self, text: str) -> None:
+        if text:
+            shown = [logprob for start, logprob in self._pending if start < self._stops.shown]
+            self._pending = [(start, logprob) for start, logprob in self._pending if start >= self._stops.shown]
+            self.deliver(Piece(text, tuple(shown)))
+
+    def _end(self, reason: str) -> bool:
+        """Give out what was held back, and say that this is all."""
+        if not self._stops.found:
+            self._show(self._stream.finish())
+            self._give(self._stops.finish())
+            if self._pending:  # of tokens that stand for no text
+                self.deliver(Piece("", tuple(logprob for _, logprob in self._pending)))
+        self.deliver(Ended(STOP if self._stops.found else reason, len(self.tokens)))
+        return False

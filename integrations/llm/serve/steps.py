@@ -1,0 +1,90 @@
+"""What all ranks do in one step. The head decides it, and it travels in the answer that ends the step before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+FROM_PROMPT = -1  # in place of a token: the row's tokens are the next ones of the prompt, which every rank has
+_ADMITS, _REPORTS, _ENDS = 1, 2, 4
+_HEADER = 2  # what a plan says before its rows: flags, and the number of rows
+
+
+class Row(NamedTuple):
+    """What one sequence feeds in a step.
+
+    Attributes:
+        slot: of its KV cache.
+        positions: how many. token: the only one of them, or FROM_PROMPT.
+    """
+
+    slot: int
+    positions: int
+    token: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step.
+
+    Attributes:
+        rows: what is computed, in this order.
+        admits: before that, the head sends `Admission`s. reports: after that, ranks tell what they did since the last
+            report. ends: this is the end.
+    """
+
+    rows: tuple[Row, ...] = ()
+    admits: bool = False
+    reports: bool = False
+    ends: bool = False
+
+    def write(self, into: npt.NDArray[np.int32]) -> None:
+        """Put it at the start of `into`, which is flat and holds at least `plan_width` numbers."""
+        flags = _ADMITS * self.admits + _REPORTS * self.reports + _ENDS * self.ends
+        into[:_HEADER] = flags, len(self.rows)
+        if self.rows:
+            into[_HEADER : _HEADER + 3 * len(self.rows)] = np.array(self.rows, np.int32).ravel()
+
+    @staticmethod
+    def read(numbers: npt.NDArray[np.int32]) -> Plan:
+        flags, n_rows = numbers[:_HEADER].tolist()
+        rows = numbers[_HEADER : _HEADER + 3 * n_rows].reshape(n_rows, 3).tolist()
+        found = tuple(Row(*row) for row in rows)
+        return Plan(found, bool(flags & _ADMITS), bool(flags & _REPORTS), bool(flags & _ENDS))
+
+
+def plan_width(streams: int) -> int:
+    """Numbers that any plan fits in."""
+    return _HEADER + 3 * streams
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A sequence takes a slot, and with it what the slot's KV cache holds of an earlier one.
+
+    Attributes:
+        keep: positions of the cache that stay.
+        ids: of the prompt after them.
+        n_candidates: logits that each rank brings for a choice.
+        every: logits are wanted after each position of the prompt, not only after the last.
+    """
+
+    slot: int
+    keep: int
+    ids: tuple[int, ...]
+    n_candidates: int
+    every: bool = False
+
+
+def admissions_to_bytes(admissions: Sequence[Admission]) -> bytes:
+    return json.dumps([asdict(admission) for admission in admissions]).encode()
+
+
+def admissions_from_bytes(data: bytes) -> list[Admission]:
+    found: list[dict[str, Any]] = json.loads(data)
+    return [Admission(**{**fields, "ids": tuple(fields["ids"])}) for fields in found]
