@@ -67,7 +67,14 @@ def successes(results: Sequence[Any]) -> list[Any]:
     return list(results)
 
 
-def in_threads(world_size: int, fn: Callable[[hostring.Comm], Any], *, check: bool = True, **kwargs: Any) -> list[Any]:
+def in_threads(
+    world_size: int,
+    fn: Callable[[hostring.Comm], Any],
+    *,
+    check: bool = True,
+    deadline: float = DEADLINE_S,
+    **kwargs: Any,
+) -> list[Any]:
     """Run `fn(comm)` as `world_size` ranks in threads. Returns results by rank; with `check=False`, exceptions too."""
     kwargs = {"transport": "memory", "timeout": 20.0, "store": MemoryStore(), **kwargs}
 
@@ -75,7 +82,7 @@ def in_threads(world_size: int, fn: Callable[[hostring.Comm], Any], *, check: bo
         with hostring.init(r, world_size, **kwargs) as comm:
             return fn(comm)
 
-    results = side_by_side([lambda r=r: rank(r) for r in range(world_size)])
+    results = side_by_side([lambda r=r: rank(r) for r in range(world_size)], deadline)
     return successes(results) if check else results
 
 

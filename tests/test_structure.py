@@ -46,10 +46,11 @@ MODEL_LAYERS = (
     ("same_bits",),
     ("compute",),
     ("planning",),
-    ("prefix",),
+    ("prefix", "regroup"),
     ("generate", "spans"),
     ("conversation",),
     ("demo",),
+    ("serve",),
     ("",),
 )
 """The same inside `integrations/llm`."""

@@ -53,7 +53,7 @@ class Head:
     """The head rank's role.
 
     Args:
-        ready: called when all ranks are together, each time.
+        ready: called when all ranks are together for the first time.
         tell: see `Tell`.
     """
 
@@ -85,4 +85,5 @@ class Head:
         self._cluster.note(f"all {self._cluster.world_size} ranks are together{' again' if again else ''}")
         self._tell("whole", None)
         self._scheduler.set_state("")
-        self._ready()
+        if not again:
+            self._ready()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from hostring import Comm
 from hostring.integrations.llm.request import HEAD_RANK
@@ -16,17 +17,33 @@ from hostring.integrations.llm.serve.rank_part import RankPart
 from hostring.integrations.llm.serve.scheduler import Scheduler
 
 
+@dataclass(frozen=True)
+class Serving:
+    """A server that can answer. `scheduler.end()` ends it on all ranks."""
+
+    url: str
+    scheduler: Scheduler
+    cluster: Cluster
+
+
+def announce(serving: Serving) -> None:
+    """Tell whoever started this where it listens. The line is for programs too."""
+    print(f"listening on {serving.url}", flush=True)
+
+
 def serve_rank(
     options: ServeOptions,
     comm: Comm,
     device: str,
     *,
+    ready: Callable[[Serving], None] = announce,
     tell: Tell | None = None,
     http_cores: Collection[int] | None = None,
 ) -> None:
-    """Serve as one rank, until the process is interrupted. A collective: every rank calls it.
+    """Serve as one rank, until the server is told to end. A collective: every rank calls it.
 
     Args:
+        ready: called on the head rank, once it can answer.
         tell: told of losses, on the head rank.
         http_cores: where the head's HTTP thread may run; where this thread may when None.
 
@@ -47,5 +64,6 @@ def serve_rank(
         cluster = Cluster(comm.world_size)
         stack.callback(scheduler.refuse_all, "the server is shutting down")
         server.start(Service(options, scheduler, cluster, model.tokenizer, model.sharded.config.vocab_size))
-        head = Head(scheduler, cluster, server.say_once, tell or (lambda kind, value: None))
+        serving = Serving(server.url, scheduler, cluster)
+        head = Head(scheduler, cluster, lambda: ready(serving), tell or (lambda kind, value: None))
         StepLoop(part, head, options.job.patience, stack).run()

@@ -35,7 +35,6 @@ class HttpServer:
         except OSError as exc:
             raise OSError(f"can't listen on {host} port {port}: {exc.strerror or exc}; try another --port") from exc
         self._cores = cores
-        self._said = False
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         shown = f"[{host}]" if ":" in host else host
@@ -64,12 +63,6 @@ class HttpServer:
             os.sched_setaffinity(0, self._cores)  # of this thread alone
         assert self._server is not None
         self._server.run([self._socket])
-
-    def say_once(self) -> None:
-        """Tell whoever started this where it listens. The line is for programs too."""
-        if not self._said:
-            self._said = True
-            print(f"listening on {self.url}", flush=True)
 
     def close(self) -> None:
         """Let streams end, and give the port back."""

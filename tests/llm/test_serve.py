@@ -1,0 +1,152 @@
+"""A running server, asked by OpenAI's own client and byte for byte."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+from demo_jobs import PROMPTS
+from serving_ranks import ask, events, served
+
+import hostring
+from hostring.integrations.llm import Sampling, load_model
+from hostring.integrations.llm.demo.job import BUNDLED
+from hostring.integrations.llm.serve.serving import Serving
+from hostring.integrations.llm.serve.text_request import TextRequest
+
+GREEDY = {"temperature": 0, "max_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with served(streams=3, queue=4) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def client(server: Serving) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    """What one rank alone writes, greedily."""
+    with hostring.init(0, 1) as comm:
+        model = load_model(BUNDLED, comm)
+        return {prompt: model.generate(prompt, Sampling(), max_tokens=16).text for prompt in PROMPTS}
+
+
+def idle(server: Serving) -> None:
+    """Wait until nothing runs."""
+    until = time.monotonic() + 20
+    while server.scheduler.in_flight != (0, 0):
+        assert time.monotonic() < until, server.scheduler.in_flight
+        time.sleep(0.01)
+
+
+def test_completions_are_what_the_model_generates(client: openai.OpenAI, texts: dict[str, str]) -> None:
+    for prompt in PROMPTS:
+        found = client.completions.create(model="tiny", prompt=prompt, **GREEDY)
+        assert found.choices[0].text == texts[prompt]
+        assert found.choices[0].finish_reason == "length"
+        assert found.usage is not None
+        assert found.usage.completion_tokens == 16
+
+
+def test_several_at_a_time_get_what_each_gets_alone(client: openai.OpenAI, texts: dict[str, str]) -> None:
+    def one(prompt: str) -> str:
+        return client.completions.create(model="tiny", prompt=prompt, **GREEDY).choices[0].text
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(one, PROMPTS * 3)) == [texts[prompt] for prompt in PROMPTS] * 3
+
+
+def test_a_stream_joined_is_the_whole_answer(client: openai.OpenAI, texts: dict[str, str]) -> None:
+    messages: Any = [{"role": "user", "content": PROMPTS[0]}]
+    whole = client.chat.completions.create(model="tiny", messages=messages, **GREEDY)
+    assert whole.choices[0].message.content == texts[PROMPTS[0]]
+    pieces = client.chat.completions.create(model="tiny", messages=messages, stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in pieces) == texts[PROMPTS[0]]
+
+
+def test_chunks_of_a_chat_are_exactly_as_clients_expect(server: Serving) -> None:
+    body = {"messages": [{"role": "user", "content": PROMPTS[0]}], "stream_options": {"include_usage": True}, **GREEDY}
+    *found, done = events(f"{server.url}/v1/chat/completions", body)
+    assert done == "[DONE]"
+    chunks = [json.loads(text) for text in found]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    first, *middle, last, usage = chunks
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(set(chunk["choices"][0]["delta"]) == {"content"} for chunk in middle)
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in (first, *middle))
+    assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "length")
+    assert all(chunk["usage"] is None for chunk in (first, *middle, last))
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 16)
+
+
+def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(server: Serving, texts: dict[str, str]) -> None:
+    text = texts[PROMPTS[0]]
+    stop = text[10:16]  # across tokens
+    body = {"prompt": PROMPTS[0], "stop": ["never there", stop], **GREEDY}
+    *found, _ = events(f"{server.url}/v1/completions", body)
+    choices = [json.loads(chunk)["choices"][0] for chunk in found]
+    assert "".join(choice["text"] for choice in choices) == text[: text.index(stop)]
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_seeds_repeat_and_choices_differ(client: openai.OpenAI) -> None:
+    def texts_of(seed: int) -> list[str]:
+        found = client.completions.create(model="tiny", prompt=PROMPTS[0], max_tokens=12, n=3, seed=seed)
+        assert [choice.index for choice in found.choices] == [0, 1, 2]
+        return [choice.text for choice in found.choices]
+
+    first = texts_of(7)
+    assert texts_of(7) == first
+    assert len(set(first)) == 3
+
+
+def test_a_conversation_reuses_what_is_in_the_cache(client: openai.OpenAI, server: Serving) -> None:
+    idle(server)
+    text = "The LORD said unto Moses, Speak unto the children of Israel"
+    first = client.completions.create(model="tiny", prompt=text, **GREEDY)
+    again = client.completions.create(model="tiny", prompt=text + first.choices[0].text + " and", **GREEDY)
+    assert again.usage is not None
+    assert again.usage.prompt_tokens_details is not None
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 2  # all but the last two
+
+
+def test_a_client_that_goes_away_frees_its_slot(server: Serving) -> None:
+    idle(server)
+    parts = urlsplit(server.url)
+    before = server.scheduler.totals.ended.get("cancelled", 0)
+    body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((str(parts.hostname), int(parts.port or 0))) as connection:
+        connection.sendall(head.encode() + body)
+        assert b"data:" in connection.recv(4096) + connection.recv(4096)
+    idle(server)
+    assert server.scheduler.totals.ended["cancelled"] == before + 1
+
+
+def test_a_full_queue_says_when_to_try_again(server: Serving) -> None:
+    idle(server)
+    long = TextRequest((5, 6, 7), 400, ignore_eos=True)
+    taken = server.scheduler.submit([long] * 7, [lambda event: None] * 7)
+    try:
+        status, found, headers = ask(f"{server.url}/v1/completions", {"prompt": "so"})
+        assert (status, found["error"]["type"]) == (429, "rate_limit_error")
+        assert int(headers["retry-after"]) > 0
+    finally:
+        for sequence in taken:
+            server.scheduler.cancel(sequence)
+    idle(server)
+    assert ask(f"{server.url}/v1/completions", {"prompt": "so", "max_tokens": 1})[0] == 200
