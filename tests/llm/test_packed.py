@@ -173,7 +173,7 @@ def test_copied_columns_are_the_bytes_of_the_file(tmp_path: Path) -> None:
     units = units_of(checkpoint)
     decoder = PackedDecoder(checkpoint, units.shares(checkpoint.config, 2), units, 1)
     info = checkpoint.tensors["blk.1.ffn_down.weight"]
-    whole = np.frombuffer(checkpoint.mapped, np.uint8, info.shape[0] * info.row_nbytes, info.offset)
+    whole = np.frombuffer(checkpoint.mapped[0], np.uint8, info.shape[0] * info.row_nbytes, info.offset)
     lines = whole.reshape(info.shape[0], info.row_nbytes)
     at = info.row_nbytes // 2
     for unit in decoder.layers[1].down:

@@ -89,13 +89,7 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
 
 
 def _refuse_other_files(general: Fields) -> None:
-    """Parts of a split model, and files that hold no model."""
-    count, number = general.get("split.count", 0), general.get("split.no", 0)
-    if count and count > 1:
-        raise ValueError(
-            f"{general.source} is part {number + 1} of {count} of a split model (split.count is {count}), which is not "
-            "supported; join the parts with llama.cpp's `gguf-split --merge`"
-        )
+    """Files that hold no model."""
     general.only("general.type", "model")
     if general.get("adapter.type") is not None:
         raise general.wrong("adapter.type", "a whole model, not an adapter; merge it into its model first")

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hostring.integrations.llm.checkpoint.checkpoint import check_shape, check_tensors, missing
 from hostring.integrations.llm.checkpoint.gguf_config import config_from_gguf
-from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo, map_file, read_header
+from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
+from hostring.integrations.llm.checkpoint.gguf_parts import read_parts
 from hostring.integrations.llm.checkpoint.gguf_rope import with_divisors
 from hostring.integrations.llm.checkpoint.layout import TensorSlice
 from hostring.integrations.llm.model.rope import RopeScaling
@@ -52,18 +53,21 @@ def gguf_name(name: str) -> str:
 
 
 class GgufCheckpoint:
-    """A GGUF file under HF names.
+    """A GGUF file under HF names, or several that are one model.
+
+    Args:
+        path: the file, or any of them.
 
     Attributes:
         fields: the metadata.
         tensors: where each tensor lies.
-        mapped: the file.
+        mapped: the files.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.mapped = map_file(path)
-        self.fields, self.tensors = read_header(path, self.mapped)
+        parts = read_parts(path)
+        self.fields, self.tensors, self.mapped = parts.fields, parts.tensors, parts.mapped
         shapes = {name: info.shape for name, info in self.tensors.items()}
         self.config = config_from_gguf(path, self.fields, shapes)
         self.bytes_read = 0
@@ -116,7 +120,7 @@ class GgufCheckpoint:
 
     def _bytes(self, info: TensorInfo, rows: range, start: int, stop: int) -> npt.NDArray[np.uint8]:
         n_rows = info.shape[0] if len(info.shape) > 1 else 1
-        whole = np.frombuffer(self.mapped, np.uint8, n_rows * info.row_nbytes, info.offset).reshape(
+        whole = np.frombuffer(self.mapped[info.part], np.uint8, n_rows * info.row_nbytes, info.offset).reshape(
             n_rows, info.row_nbytes
         )
         raw = whole[rows.start : rows.stop, start:stop]

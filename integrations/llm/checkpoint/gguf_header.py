@@ -30,12 +30,14 @@ class TensorInfo:
         kind: element or block format.
         offset: first byte, from the start of the file.
         row_nbytes: bytes of one row of the last dimension.
+        part: which file of a model in several, from 0.
     """
 
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
     offset: int
     row_nbytes: int
+    part: int = 0
 
 
 class _Cursor:

@@ -12,7 +12,7 @@ from hostring.integrations.llm.checkpoint.chat_template import DEFAULT
 from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
 from hostring.integrations.llm.checkpoint.fields import Fields
 from hostring.integrations.llm.checkpoint.gguf_byte_bpe import byte_bpe
-from hostring.integrations.llm.checkpoint.gguf_header import map_file, read_header
+from hostring.integrations.llm.checkpoint.gguf_parts import read_fields
 from hostring.integrations.llm.checkpoint.gguf_sentencepiece import scored_bpe, unigram
 from hostring.integrations.llm.checkpoint.gguf_vocabulary import Vocabulary
 from hostring.integrations.llm.checkpoint.gguf_wordpiece import wordpiece
@@ -35,9 +35,7 @@ _TEMPLATE = "tokenizer.chat_template"
 
 def read_gguf_tokenizer(path: Path) -> ChatTokenizer:
     """Read the tokenizer and chat template of the GGUF file at `path`."""
-    with map_file(path) as data:
-        fields, _ = read_header(path, data)
-    return tokenizer_from_fields(fields, path)
+    return tokenizer_from_fields(read_fields(path), path)
 
 
 def tokenizer_from_fields(values: Mapping[str, Any], source: object = "GGUF metadata") -> ChatTokenizer:

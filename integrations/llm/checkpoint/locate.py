@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hostring.integrations.llm.checkpoint.gguf_parts import only_first
+
 _FORMS = "give a GGUF file or a directory with config.json and *.safetensors"
 
 
 def find_gguf(path: str | Path) -> Path | None:
-    """The GGUF file that is meant: the file itself, or the only one in a directory without safetensors. Otherwise None.
+    """The GGUF file that is meant: the file itself, or the only one in a directory without safetensors, or the first of
+    the parts of one model in such a directory. Otherwise None.
 
     Raises:
         FileNotFoundError: nothing there.
@@ -32,7 +35,8 @@ def find_gguf(path: str | Path) -> Path | None:
 
 
 def _only_gguf(directory: Path) -> Path | None:
-    found = sorted(file for file in directory.iterdir() if file.suffix.lower() == ".gguf" and file.is_file())
+    there = sorted(file for file in directory.iterdir() if file.suffix.lower() == ".gguf" and file.is_file())
+    found = only_first(there)
     if not found or any(directory.glob("*.safetensors")):
         return None
     if len(found) > 1:

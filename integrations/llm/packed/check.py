@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES
@@ -14,8 +16,8 @@ from hostring.integrations.llm.packed.memory import F32, Arena
 from hostring.integrations.llm.packed.weights import MAX_CHECKED_ROWS, MAX_PRODUCT_ERROR, random_factors
 
 
-def check_formats(ggml: Ggml, data: npt.NDArray[np.uint8], tensors: dict[str, TensorInfo]) -> None:
-    """Multiply a few rows of one matrix per format.
+def check_formats(ggml: Ggml, files: Sequence[npt.NDArray[np.uint8]], tensors: dict[str, TensorInfo]) -> None:
+    """Multiply a few rows of one matrix per format. files: of the model, mapped.
 
     Raises:
         Unavailable: ggml's block sizes or products differ from gguf's.
@@ -27,7 +29,7 @@ def check_formats(ggml: Ggml, data: npt.NDArray[np.uint8], tensors: dict[str, Te
             raise Unavailable(
                 f"ggml's blocks of {kind.name} are not those of gguf ({block} elements in {block_nbytes} bytes)"
             )
-        error = _error(ggml, data, info)
+        error = _error(ggml, files[info.part], info)
         if not error <= MAX_PRODUCT_ERROR:
             raise Unavailable(f"ggml's product of {kind.name} blocks ({name}) is off by {error:.1%}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,11 +60,11 @@ class PackedDecoder:
         self.spare_memory: dict[int, deque[Any]] = {}
         self.local = plan.local_config(checkpoint.config, rank)
         self.arena = Arena(self.ggml)
-        data = np.frombuffer(checkpoint.mapped, np.uint8)
-        check_formats(self.ggml, data, checkpoint.tensors)
+        files = [np.frombuffer(mapped, np.uint8) for mapped in checkpoint.mapped]
+        check_formats(self.ggml, files, checkpoint.tensors)
         n_layers = self.config.num_hidden_layers
         n_cuts = 3 + n_layers * (MAX_CUTS_PER_LAYER + 2 * len(units.columns))
-        self._weights = PackedWeights(self.arena, data, checkpoint.tensors, n_cuts)
+        self._weights = PackedWeights(self.arena, files, checkpoint.tensors, n_cuts)
         self._tensors, self.units = checkpoint.tensors, units
         self.folds = self._fold(units.groups_per_rank(plan)), self._fold(units.columns_per_rank(plan))
         self._rope_divisors = self._divisors()
@@ -74,7 +73,7 @@ class PackedDecoder:
         self.norm = self._weights.vector("output_norm.weight")
         head = "output.weight" if "output.weight" in self._tensors else "token_embd.weight"
         self.head = self._weights.rows(head, plan.vocab_of(rank))
-        self._read_ahead(checkpoint.mapped)
+        self._weights.read_ahead()
 
     @property
     def nbytes_held(self) -> int:
@@ -138,12 +137,6 @@ class PackedDecoder:
 
     def _optional(self, name: str) -> Pointer | None:
         return self._weights.vector(name) if name in self._tensors else None
-
-    def _read_ahead(self, mapped: mmap.mmap) -> None:
-        """Read what this rank holds of the file now, so that the first token doesn't wait for the disk."""
-        data = np.frombuffer(mapped, np.uint8)
-        for start, nbytes in self._weights.held:
-            data[start : start + nbytes : mmap.PAGESIZE].sum()
 
 
 def units_of(checkpoint: GgufCheckpoint) -> UnitPlan:

@@ -3,6 +3,7 @@ is requantised."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,43 +35,52 @@ class Unit:
 
 
 class PackedWeights:
-    """Cuts tensors of one mapped file.
+    """Cuts tensors of mapped files.
 
     Args:
         arena: owns what is made here.
-        data: the mapped file, which `arena` keeps alive.
+        files: the mapped files of the model, which `arena` keeps alive.
         tensors: where each tensor lies.
 
     Attributes:
-        held: first byte and size of every range of the file that this rank reads or has copied.
+        held: file, first byte and size of every range that this rank reads where it lies.
     """
 
-    def __init__(self, arena: Arena, data: npt.NDArray[np.uint8], tensors: dict[str, TensorInfo], n_cuts: int) -> None:
-        self._arena, self._data, self._tensors = arena, data, tensors
-        arena.keep(data)
+    def __init__(
+        self, arena: Arena, files: Sequence[npt.NDArray[np.uint8]], tensors: dict[str, TensorInfo], n_cuts: int
+    ) -> None:
+        self._arena, self._files, self._tensors = arena, files, tensors
+        for data in files:
+            arena.keep(data)
         self._context = arena.context(n_cuts)
-        self._file = arena.buffer(data.ctypes.data, data.nbytes)
-        self.held: list[tuple[int, int]] = []
+        self._buffers = [arena.buffer(data.ctypes.data, data.nbytes) for data in files]
+        self.held: list[tuple[int, int, int]] = []
         self.copied_nbytes = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the file that this rank holds, each range once."""
-        total, end = 0, 0
-        for start, nbytes in sorted(self.held):
-            total += max(0, start + nbytes - max(start, end))
-            end = max(end, start + nbytes)
+        total, end = 0, (0, 0)
+        for part, start, nbytes in sorted(self.held):
+            done = end[1] if end[0] == part else 0
+            total += max(0, start + nbytes - max(start, done))
+            end = part, max(done, start + nbytes)
         return total + self.copied_nbytes
+
+    def read_ahead(self) -> None:
+        """Read what this rank holds of the files now, so that the first token doesn't wait for the disk."""
+        for part, start, nbytes in self.held:
+            self._files[part][start : start + nbytes : mmap.PAGESIZE].sum()
 
     def rows(self, name: str, rows: range) -> Pointer:
         """Rows of a matrix, where they lie in the file."""
         info = self._tensors[name]
         width = info.shape[-1]
         start = info.offset + rows.start * info.row_nbytes
-        self.held.append((start, len(rows) * info.row_nbytes))
+        self.held.append((info.part, start, len(rows) * info.row_nbytes))
         ggml = self._arena.ggml
         tensor = ggml.new_tensor_2d(self._context, int(info.kind), width, len(rows))
-        return self._arena.place_at(tensor, self._file, self._data.ctypes.data + start)
+        return self._placed(tensor, info, start)
 
     def whole(self, name: str) -> Pointer:
         """A matrix of which this rank reads single rows: it is not counted as held."""
@@ -89,11 +99,14 @@ class PackedWeights:
             raise ValueError(f"{name} is stored as {info.kind.name}; packed compute needs F32; compute exact")
         elements = range(info.shape[-1]) if elements is None else elements
         start = info.offset + 4 * elements.start
-        self.held.append((start, 4 * len(elements)))
+        self.held.append((info.part, start, 4 * len(elements)))
         if start % 32:  # where ggml wants no tensor to begin
-            return self.constant(self._data[start : start + 4 * len(elements)].view(np.float32))
+            return self.constant(self._files[info.part][start : start + 4 * len(elements)].view(np.float32))
         tensor = self._arena.ggml.new_tensor_1d(self._context, F32, len(elements))
-        return self._arena.place_at(tensor, self._file, self._data.ctypes.data + start)
+        return self._placed(tensor, info, start)
+
+    def _placed(self, tensor: Pointer, info: TensorInfo, start: int) -> Pointer:
+        return self._arena.place_at(tensor, self._buffers[info.part], self._files[info.part].ctypes.data + start)
 
     def constant(self, values: npt.NDArray[np.float32]) -> Pointer:
         """A vector of these values."""
@@ -112,7 +125,8 @@ class PackedWeights:
         info = self._tensors[name]
         block, block_nbytes = GGML_QUANT_SIZES[info.kind]
         n_rows = info.shape[0]
-        whole = self._data[info.offset : info.offset + n_rows * info.row_nbytes].reshape(n_rows, info.row_nbytes)
+        data = self._files[info.part][info.offset : info.offset + n_rows * info.row_nbytes]
+        whole = data.reshape(n_rows, info.row_nbytes)
         found = []
         for unit in units:
             if unit.start % block or unit.stop % block:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hostring.integrations.llm.checkpoint.gguf_config import config_from_gguf
-from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo, map_file, read_header
+from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
+from hostring.integrations.llm.checkpoint.gguf_parts import read_parts
 from hostring.integrations.llm.checkpoint.hf_config import config_from_hf
 from hostring.integrations.llm.checkpoint.json_file import read_json
 from hostring.integrations.llm.checkpoint.locate import find_gguf
@@ -76,8 +77,9 @@ def read_model_file(path: str | Path) -> ModelFile:
     """
     gguf = find_gguf(path)
     if gguf is not None:
-        fields, tensors = read_header(gguf, map_file(gguf))
-        config = config_from_gguf(gguf, fields, {name: info.shape for name, info in tensors.items()})
+        parts = read_parts(gguf)
+        tensors = parts.tensors
+        config = config_from_gguf(gguf, parts.fields, {name: info.shape for name, info in tensors.items()})
         sizes = {name: _size(info) for name, info in tensors.items()}
         return _model_file(gguf, config, sizes, _GGUF, *_units(config, tensors))
     path = Path(path)
