@@ -56,16 +56,22 @@ def work(options: argparse.Namespace) -> None:
             for group in groups:
                 dist.destroy_process_group(group)
     if rank == 0:
-        for backend in BACKENDS:
-            middle, burnt = statistics.median(seconds[backend]), statistics.median(cpu[backend])
-            print(
-                f"{backend:>9}: median {middle:.3f} s for {options.groups} groups, CPU {burnt:.3f} s on rank 0; "
-                f"a group: {counts[backend][0]:.2f} Python threads, {counts[backend][1]:.1f} descriptors"
-            )
-        ratios = sorted(ours / theirs for theirs, ours in zip(seconds["gloo"], seconds["hostring"], strict=True))
-        print(f"hostring takes {statistics.median(ratios):.2f} times gloo's time ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+        _show(options.groups, seconds, cpu, counts)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _show(
+    n_groups: int, seconds: dict[str, list[float]], cpu: dict[str, list[float]], counts: dict[str, tuple[float, float]]
+) -> None:
+    for backend in BACKENDS:
+        middle, burnt = statistics.median(seconds[backend]), statistics.median(cpu[backend])
+        print(
+            f"{backend:>9}: median {middle:.3f} s for {n_groups} groups, CPU {burnt:.3f} s on rank 0; "
+            f"a group: {counts[backend][0]:.2f} Python threads, {counts[backend][1]:.1f} descriptors"
+        )
+    ratios = sorted(ours / theirs for theirs, ours in zip(seconds["gloo"], seconds["hostring"], strict=True))
+    print(f"hostring takes {statistics.median(ratios):.2f} times gloo's time ({ratios[0]:.2f} to {ratios[-1]:.2f})")
 
 
 def _count_threads() -> list[int]:

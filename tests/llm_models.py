@@ -146,21 +146,11 @@ def write_gguf(
     """Write `model` as GGUF, matrices as `kind` where their rows are whole blocks of it, otherwise f32.
 
     The llama architecture gets its q and k rows interleaved, as llama.cpp's converter does. `change` may add to the
-    file,
-    and replace keys; tensors named in `without` are left out.
+    file, and replace keys; tensors named in `without` are left out.
     """
     config = model.config
-    arch = config.model_type
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer = gguf.GGUFWriter(path, config.model_type)
+    _add_shape(writer, config)
     if tokenizer is not None:
         _add_tokenizer(writer, tokenizer)
     state = dict(model.state_dict())
@@ -170,7 +160,7 @@ def write_gguf(
     for name, tensor in state.items():
         values = tensor.float().numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if arch == "llama" and heads:
+        if config.model_type == "llama" and heads:
             values = values.reshape(heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(tensor.shape)
         if _gguf_name(name) in without:
             continue
@@ -183,6 +173,18 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
 
 
 def _gguf_name(name: str) -> str:

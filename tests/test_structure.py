@@ -1,23 +1,19 @@
-"""What holds for all sources: imports run downwards only and without circles, and files and functions have limits."""
+"""What holds for all sources: imports run downwards only and without circles, and packages are what they say."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from functools import cache
 from itertools import chain
-from pathlib import Path
 
 import pytest
+from source_tree import LINKED, ROOT, SOURCES, imported, ours, tree
 
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10
     tomllib = pytest.importorskip("tomli")
 
-ROOT = Path(__file__).parent.parent
-LINKED = {"transports": ROOT / "transports", "integrations": ROOT / "integrations"}
 
 LAYERS = (
     ("errors", "torch_hook", "platforms"),
@@ -54,58 +50,6 @@ MODEL_LAYERS = (
     ("",),
 )
 """The same inside `integrations/llm`."""
-
-MAX_FILE_LINES = 300
-MAX_FUNCTION_LINES = 40  # its docstring apart
-
-LONG_FUNCTIONS = {
-    "engine.engine.Engine.run_direct": "the hot path: a call in between would cost more than its arithmetic",
-}
-"""Functions that may be longer, and why."""
-
-
-def sources() -> dict[str, Path]:
-    """Module name below `hostring` -> file. The two symlinks are followed by name."""
-    found = {}
-    for folder, prefix in ((ROOT / "hostring", ""), *((path, f"{name}.") for name, path in LINKED.items())):
-        for file in folder.rglob("*.py"):
-            parts = file.relative_to(folder).with_suffix("").parts
-            if not prefix and parts[0] in LINKED:
-                continue
-            name = prefix + ".".join(p for p in parts if p != "__init__")
-            found[name.rstrip(".")] = file
-    return found
-
-
-SOURCES = sources()
-
-
-@cache
-def tree(module: str) -> ast.Module:
-    return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
-
-
-@cache
-def imported(module: str) -> frozenset[str]:
-    """Full names of what `module` imports, anywhere: at its top, inside functions, and for type checkers alone."""
-    names: set[str] = set()
-    for node in ast.walk(tree(module)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{module} imports relatively"
-            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return frozenset(names)
-
-
-@cache
-def ours(module: str) -> frozenset[str]:
-    """The modules of hostring that `module` imports, without the prefix; of a package and its module, the module."""
-    short = {name.removeprefix("hostring").lstrip(".") for name in imported(module) if name.split(".")[0] == "hostring"}
-    found = {name for name in short if name in SOURCES}
-    return frozenset(
-        f for f in found if f != module and not any(g.startswith(f"{f}." if f else "") for g in found - {f})
-    )
 
 
 def texts(module: str) -> set[str]:
@@ -224,47 +168,6 @@ def test_integrations_use_the_public_api():
 def test_integrations_are_named_only_where_people_ask_for_them():
     named = {m.split(".")[0] for m in SOURCES if any(re.match(r"hostring\.integrations\b", text) for text in texts(m))}
     assert named - {"integrations"} <= {"commands", "torch_hook"}
-
-
-def functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """All functions below `node`, by their full names."""
-    for child in ast.iter_child_nodes(node):
-        name = f"{prefix}.{child.name}" if hasattr(child, "name") else prefix
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield name, child
-        yield from functions(child, name)
-
-
-def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """From `def` to the last line, without the docstring."""
-    first = function.body[0]
-    docstring = first.end_lineno - first.lineno + 1 if ast.get_docstring(function) else 0
-    return function.end_lineno - function.lineno + 1 - docstring
-
-
-def too_long(sources: dict[str, ast.Module]) -> set[str]:
-    return {
-        name
-        for module, parsed in sources.items()
-        for name, function in functions(parsed, module)
-        if lines_of(function) > MAX_FUNCTION_LINES
-    }
-
-
-def test_no_file_of_sources_is_too_long() -> None:
-    lengths = {str(f.relative_to(ROOT)): len(f.read_text(encoding="utf-8").splitlines()) for f in SOURCES.values()}
-    assert {file: n for file, n in lengths.items() if n > MAX_FILE_LINES} == {}
-
-
-def test_no_function_is_too_long() -> None:
-    assert too_long({module: tree(module) for module in SOURCES}) == set(LONG_FUNCTIONS)
-
-
-def test_a_function_that_is_too_long_is_noticed() -> None:
-    docstring = '        """One.\n\n        Two.\n        """\n'
-    for n_lines, noticed in ((MAX_FUNCTION_LINES - 1, set()), (MAX_FUNCTION_LINES, {"m.A.f"})):  # and the line of `def`
-        source = f"class A:\n    def f(self):\n{docstring}" + "        pass\n" * n_lines
-        assert too_long({"m": ast.parse(source)}) == noticed
 
 
 def test_nobody_imports_the_top_folders_by_their_bare_names():

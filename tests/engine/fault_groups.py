@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import faulty
+import faulty_start
 import numpy as np
 from cut_networks import cut, enter, listening_in
 from faulty import CULPRITS, FATAL, HARMLESS, VARIANTS, Fault, Vanished
@@ -87,9 +88,9 @@ def take_part(
     comm: Comm | None = None
     try:
         if rank == cell.culprit and cell.phase == "rendezvous":
-            faulty.misbehave_at_store(store, fault, until)
+            faulty_start.misbehave_at_store(store, fault, until)
         timeout = 20.0 if cell.starts else START_SECONDS
-        with faulty.bad_hello(mine if cell.phase == "hello" else Fault("none")):
+        with faulty_start.bad_hello(mine if cell.phase == "hello" else Fault("none")):
             comm = faulty.join(rank, cell.world_size, cell.topology, timeout, store, mine, hosts)
         force(comm, VARIANTS[cell.topology], SEGMENT)
         x = inputs(cell)
@@ -182,7 +183,7 @@ def process_body(cell: Cell, rank: int, port: int, pipe: Any, network: str | Non
         host = "198.18.0.1"
         fault.blackhole = lambda: cut(network)
     store = TcpStore.at(host, port, secret=SECRET, deadline=time.monotonic() + 20)
-    with faulty.hellos_spoiled():
+    with faulty_start.hellos_spoiled():
         try:
             outcome = take_part(cell, rank, store, fault, threading.Event(), None if network is None else "net0")
         except BaseException as exc:

@@ -1,4 +1,4 @@
-"""Processes that end, fork or fall silent without having closed their group."""
+"""Processes that end or fall silent without having closed their group."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from typing import Any
 import faulty
 import numpy as np
 import pytest
+from lost_ranks import SOON, failure_of, numbers
 from ranks import free_ports, side_by_side, successes
 
 import hostring
-from hostring import GroupClosedError, HostringError, OperationTimeout
+from hostring import HostringError, OperationTimeout
 from hostring.group.config import from_environment
 from hostring.group.contract import contract, neighbours
 from hostring.group.group import connect
@@ -28,12 +29,6 @@ from hostring.rendezvous import MemoryStore
 from hostring.tuning.agreement import open_session
 
 pytestmark = pytest.mark.faults
-
-SOON = 10.0  # seconds, on a busy machine; the deadlines of these groups are far beyond
-
-
-def numbers(rank: int, n_elements: int = 5) -> np.ndarray:
-    return np.arange(n_elements, dtype=np.float32) + 10.0**rank
 
 
 # ------------------------------------------------------------------ exit without close
@@ -70,19 +65,6 @@ def test_an_exit_without_close_neither_hangs_nor_crashes(how: str, transport: st
     assert time.monotonic() - started < 40
 
 
-def failure_of(comm: hostring.Comm) -> tuple[str, int | None, float]:
-    """Reduce until that fails:
-    a rank may have done its part in a call before it goes. Returns type, rank and seconds.
-    """
-    started = time.monotonic()
-    try:
-        for _ in range(3):
-            comm.all_reduce(numbers(comm.rank, 3000))
-    except HostringError as exc:
-        return type(exc).__name__, exc.rank, time.monotonic() - started
-    return "nothing", None, 0.0
-
-
 def leave(comm: hostring.Comm) -> Any:
     comm.all_reduce(numbers(comm.rank))
     if comm.rank == 1:
@@ -92,80 +74,6 @@ def leave(comm: hostring.Comm) -> Any:
 
 def test_a_rank_that_exits_is_named_by_the_others(run_processes: Any) -> None:
     outcome = run_processes(3, leave)
-    for rank in (0, 2):
-        kind, value = outcome[rank]
-        assert kind == "ok", value
-        assert value[:2] == ("PeerLostError", 1)
-        assert value[2] < SOON
-
-
-# ------------------------------------------------------------------ fork
-
-
-def in_child(body: Any) -> int:
-    """The exit code of a forked child that runs `body`."""
-    child = os.fork()
-    if child == 0:
-        code = 9
-        try:
-            body()
-            code = 0
-        finally:
-            os._exit(code)
-    end = time.monotonic() + SOON
-    while time.monotonic() < end:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -1
-
-
-def fork_and_go_on(comm: hostring.Comm) -> list[float]:
-    comm.all_reduce(numbers(comm.rank), async_op=True).wait()
-
-    def child() -> None:
-        calls = [
-            lambda: comm.all_reduce(numbers(comm.rank)),
-            lambda: comm.all_reduce(numbers(comm.rank), async_op=True).wait(5),
-            lambda: comm.send(numbers(0), (comm.rank + 1) % 3),
-            lambda: comm.recv(numbers(0)),
-            comm.barrier,
-            comm.rebuild,
-        ]
-        for call in calls:
-            with pytest.raises(GroupClosedError, match=f"forked from that of rank {comm.rank}"):
-                call()
-        comm.close()
-        comm.abort()
-
-    code = in_child(child) if comm.rank != 2 else 0
-    assert code == 0, f"the child ended with {code}"
-    comm.barrier()
-    return [float(v) for v in comm.all_reduce(numbers(comm.rank))]
-
-
-@pytest.mark.parametrize("transport", ["auto", "tcp", "unix"])
-def test_a_forked_child_is_refused_and_does_its_parent_no_harm(run_processes: Any, transport: str) -> None:
-    expected = [float(v) for v in numbers(0) + numbers(1) + numbers(2)]
-    assert run_processes(3, fork_and_go_on, transport=transport) == [("ok", expected)] * 3
-
-
-def fork_and_die(comm: hostring.Comm) -> Any:
-    comm.barrier()
-    if comm.rank == 1:
-        if os.fork() == 0:
-            time.sleep(SOON + 2)  # a worker that outlives its parent
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return failure_of(comm)
-
-
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_child_that_lives_on_does_not_hide_its_parents_death(run_processes: Any, transport: str) -> None:
-    outcome = run_processes(3, fork_and_die, transport=transport)
     for rank in (0, 2):
         kind, value = outcome[rank]
         assert kind == "ok", value
@@ -251,6 +159,17 @@ def test_close_does_not_wait_for_ever_for_what_it_accepted(run_ranks: Any) -> No
 # ------------------------------------------------------------------ where ranks know only their neighbours
 
 
+def ring_of_five(rank: int, ports: list[int], folder: Path) -> tuple[Any, hostring.Comm]:
+    """A rank's group and its user's side, from a file that names its right neighbour and no store."""
+    path = folder / f"{rank}.json"
+    right = {"right_ip": "127.0.0.1", "right_port": ports[(rank + 1) % 5]}
+    place = {"master_ip": None, "master_port": 9, "port": ports[rank], **right, "rank": rank, "world_size": 5}
+    path.write_text(json.dumps(place), encoding="utf-8")
+    config = from_environment(topology="ring", transport="tcp", timeout=20.0, environ={"RING_CONFIG": str(path)})
+    group = connect(config, neighbours=neighbours("ring", "rank"), contract=contract("ring", "rank"))
+    return group, hostring.Comm(open_session(group, "ring", "rank", "float32", 20.0))
+
+
 @pytest.mark.parametrize("how", ["it vanishes", "it stands still"])
 def test_in_a_ring_without_a_store_all_name_the_same_rank(how: str, tmp_path: Path) -> None:
     """Rank 3 of five has no link of any kind with rank 1:
@@ -261,17 +180,7 @@ def test_in_a_ring_without_a_store_all_name_the_same_rank(how: str, tmp_path: Pa
     outcome: dict[int, Any] = {}
 
     def body(rank: int) -> None:
-        path = tmp_path / f"{rank}.json"
-        right = {"right_ip": "127.0.0.1", "right_port": ports[(rank + 1) % 5]}
-        path.write_text(
-            json.dumps(
-                {"master_ip": None, "master_port": 9, "port": ports[rank], **right, "rank": rank, "world_size": 5}
-            ),
-            encoding="utf-8",
-        )
-        config = from_environment(topology="ring", transport="tcp", timeout=20.0, environ={"RING_CONFIG": str(path)})
-        group = connect(config, neighbours=neighbours("ring", "rank"), contract=contract("ring", "rank"))
-        comm = hostring.Comm(open_session(group, "ring", "rank", "float32", 20.0))
+        group, comm = ring_of_five(rank, ports, tmp_path)
         comm.all_reduce(numbers(rank))
         ready.wait(20)
         if rank == 1:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import faulty
+import faulty_start
 import pytest
 from cut_networks import can_cut, network
 from fault_groups import (
@@ -78,7 +78,7 @@ def judge(cell: Cell, outcomes: list[Outcome]) -> list[str]:
 def spoiled() -> Iterator[None]:
     multiprocessing.util.get_temp_dir()  # now, and not in a test's own folder
     StoreServer([listen_at("127.0.0.1", 0)], SECRET).close()  # libuv opens a pipe for its signals once in a process
-    with faulty.hellos_spoiled():
+    with faulty_start.hellos_spoiled():
         yield
 
 

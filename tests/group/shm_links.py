@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from link_contract import LEFT, RIGHT, Pair
+from link_ends import LEFT, RIGHT, Pair
 
 from hostring.transports import memory_order, sharing
 from hostring.transports.mapping import PAGE

@@ -148,10 +148,23 @@ def vanish(comm: hostring.Comm) -> None:
     comm.session.group.close()
 
 
+def dies_before_it_is_linked(monkeypatch: pytest.MonkeyPatch, died: threading.Event) -> None:
+    """A rank that comes back on a thread called "dying" gets its new rank, and then dies."""
+    from hostring.group import group as forming
+
+    reconnect = forming._reconnect
+
+    def die(config: Any, *rest: Any) -> Any:
+        if threading.current_thread().name == "dying":
+            died.set()
+            raise InterruptedError("killed")
+        return reconnect(config, *rest)
+
+    monkeypatch.setattr(forming, "_reconnect", die)
+
+
 def test_a_rank_that_dies_while_the_group_is_rebuilt_spoils_one_attempt_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 comes back, gets its new rank and dies before its links are made; then it comes back once more."""
-    from hostring.group import group as bootstrap
-
     store, ready = MemoryStore(), threading.Barrier(3)
     died, retry = threading.Event(), threading.Event()
 
@@ -173,15 +186,7 @@ def test_a_rank_that_dies_while_the_group_is_rebuilt_spoils_one_attempt_only(mon
         comm.barrier()
         ready.wait(15)
         vanish(comm)
-        renewed = bootstrap._reconnect
-
-        def die(config: Any, *rest: Any) -> Any:
-            if threading.current_thread().name == "dying":
-                died.set()
-                raise InterruptedError("killed")
-            return renewed(config, *rest)
-
-        monkeypatch.setattr(bootstrap, "_reconnect", die)
+        dies_before_it_is_linked(monkeypatch, died)
         threading.current_thread().name = "dying"
         with pytest.raises(InterruptedError):
             hostring.init(2, 3, store=store, transport="tcp", timeout=20, rejoin=True)

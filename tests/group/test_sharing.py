@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from link_contract import LEFT, RIGHT, receive
+from link_ends import LEFT, RIGHT, receive
 from shm_links import DATA, DEADLINE, footprint, shared, socket_pair
 
 from hostring.errors import RendezvousError

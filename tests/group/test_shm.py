@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import link_contract
+import link_sleeps
 import numpy as np
 import pytest
-from link_contract import RIGHT, Pair, noise, receive, send_all, until
+from link_ends import RIGHT, Pair, noise, receive, send_all, until
 from shm_links import DATA, DEADLINE, footprint, shm_pair, socket_pair
 
 from hostring.errors import PeerLostError
@@ -40,7 +41,7 @@ def test_link_contract(pair: Pair, check: Callable[[Pair], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [link_contract.check_large_stream, link_contract.check_no_lost_wakeup, link_contract.check_poll_for_room]
+    "check", [link_contract.check_large_stream, link_sleeps.check_no_lost_wakeup, link_sleeps.check_poll_for_room]
 )
 def test_the_barriers_of_weakly_ordered_machines_are_in_place(
     monkeypatch: pytest.MonkeyPatch, check: Callable[[Pair], None]

@@ -12,7 +12,7 @@ from typing import Any
 import link_contract
 import numpy as np
 import pytest
-from link_contract import LEFT, RIGHT, Pair
+from link_ends import LEFT, RIGHT, Pair
 from ranks import side_by_side, successes
 
 import hostring

@@ -8,8 +8,9 @@ import stat
 from collections.abc import Callable, Iterator
 
 import link_contract
+import link_ends
 import pytest
-from link_contract import LEFT, RIGHT, Pair, noise, receive
+from link_ends import LEFT, RIGHT, Pair, noise, receive
 
 from hostring.errors import PeerLostError
 from hostring.transports import memory, tcp, unix
@@ -142,7 +143,7 @@ def test_more_than_two_gigabytes_may_be_offered_at_once() -> None:
         assert 3 < sent < 1 << 31
         assert receive(right, sent) == b"abc" + bytes(sent - 3)
         assert left.send([b"def"]) == 3
-        link_contract.until(lambda: right.recv_into(huge) == 3, "three bytes into a view of more than 2 GiB")
+        link_ends.until(lambda: right.recv_into(huge) == 3, "three bytes into a view of more than 2 GiB")
         assert huge[:4] == b"def\0"
     left.close()
     right.close()

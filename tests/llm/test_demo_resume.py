@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from demo_jobs import PROMPTS, job
-from ranks import in_threads
+from ranks import in_threads, side_by_side
 
 import hostring
 from hostring.integrations.llm.demo import rank_model
@@ -79,15 +80,8 @@ def test_every_topology_goes_on(topology: str, dead: int) -> None:
         except Exception as exc:
             results[who] = exc
 
-    threads = [
-        threading.Thread(target=body, args=(*who, who[0] == 3), daemon=True)
-        for who in ((0, 0), (1, 1), (2, 2), (3, dead))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), results
+    places = ((0, 0), (1, 1), (2, 2), (3, dead))
+    side_by_side([partial(body, who, rank, who == 3) for who, rank in places])
     assert isinstance(results.pop(dead), hostring.HostringError)
     result = results.pop(0)
     assert set(results.values()) == {None}, results
