@@ -122,7 +122,7 @@ def test_more_ranks_than_query_heads_names_the_nearest_plan() -> None:
             lambda: ShardPlan((2, 1), (768, 700), (24576, 24576)).check(SMOL),
             r"plan 768/700 covers 1468 FFN columns; the model has 1536",
         ),
-        (lambda: ShardPlan((3, 0), (768, 768), (24576, 24576)).check(SMOL), r"leaves a rank without a KV head"),
+        (lambda: ShardPlan((3, 0), (768, 768), (24576, 24576)).check(SMOL), r"leaves a rank without a KV-head group"),
         (
             lambda: ShardPlan((1, 3), (768, 768), (24576, 24576), (2, 7)).check(SMOL),
             r"plan 2/7 gives rank 1 the query heads 2 to 8, which read 3 KV heads; heads of one KV head, or all of",

@@ -97,7 +97,9 @@ class ShardPlan:
             if sum(shares) != total:
                 raise ValueError(f"plan {_slashed(shares)} covers {sum(shares)} {name}; the model has {total}")
         if min(self.kv_groups) < 1:
-            raise ValueError(f"plan {_slashed(self.kv_groups)} leaves a rank without a KV head; every rank needs one")
+            raise ValueError(
+                f"plan {_slashed(self.kv_groups)} leaves a rank without a KV-head group; every rank needs one"
+            )
         for rank in range(self.world_size if self.heads else 0):
             self._check_shared(config, rank)
 
