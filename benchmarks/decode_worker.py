@@ -25,7 +25,7 @@ def rank(options: argparse.Namespace) -> None:
         dtype = dtypes[comm.rank % len(dtypes)]
         model = load_model(options.model, comm, dtype=dtype, compute=options.compute)
         ids = _prompt(model.prompt_ids(options.prompt), options.prompt_tokens)
-        _say({"ready": comm.rank, "ids": ids, "compute": type(model.sharded).__name__})
+        _say({"ready": comm.rank, "ids": ids, "compute": model.sharded.forward.compute})
         for line in sys.stdin:
             _move_to(json.loads(line)["cores"])
             done = model.generate(ids, Sampling(), max_tokens=options.tokens)

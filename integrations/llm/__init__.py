@@ -15,19 +15,20 @@ if TYPE_CHECKING:
     from hostring.integrations.llm.conversation import Conversation
     from hostring.integrations.llm.generate import Generation, Model, load_model
     from hostring.integrations.llm.model.config import ModelConfig
+    from hostring.integrations.llm.model.local_model import LocalModel
     from hostring.integrations.llm.model.sampling import Sampling
     from hostring.integrations.llm.model.shards import ShardPlan
-    from hostring.integrations.llm.sharded import ShardedModel, parallelize
+    from hostring.integrations.llm.sharded import parallelize
     from hostring.integrations.llm.stats import Stats
 
 _HOMES = {
     "Conversation": "conversation",
     "Generation": "generate",
+    "LocalModel": "model.local_model",
     "Model": "generate",
     "ModelConfig": "model.config",
     "Sampling": "model.sampling",
     "ShardPlan": "model.shards",
-    "ShardedModel": "sharded",
     "Stats": "stats",
     "load_model": "generate",
     "parallelize": "sharded",
@@ -35,11 +36,11 @@ _HOMES = {
 __all__ = [
     "Conversation",
     "Generation",
+    "LocalModel",
     "Model",
     "ModelConfig",
     "Sampling",
     "ShardPlan",
-    "ShardedModel",
     "Stats",
     "load_model",
     "parallelize",

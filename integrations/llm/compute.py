@@ -7,21 +7,19 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from hostring import Comm
 from hostring.integrations.llm.agreement import Able, ShareHashes, agree
 from hostring.integrations.llm.checkpoint.checkpoint import Checkpoint
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
-from hostring.integrations.llm.model.config import ModelConfig
+from hostring.integrations.llm.model.local_model import LocalModel
 from hostring.integrations.llm.model.shards import ShardPlan
-from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
 from hostring.integrations.llm.packed.decoder import units_of
 from hostring.integrations.llm.packed.library import Unavailable, load
-from hostring.integrations.llm.packed.model import PackedModel, build_packed
+from hostring.integrations.llm.packed.model import build_packed
 from hostring.integrations.llm.packed.plan import UnitPlan
 from hostring.integrations.llm.packed.weights import unsupported
 from hostring.integrations.llm.same_bits import promise
@@ -30,46 +28,6 @@ from hostring.integrations.llm.sharded import build
 log = logging.getLogger("hostring")
 
 COMPUTES: Final = ("auto", "packed", "exact")
-
-
-class Cache(Protocol):
-    """Keys and values of one conversation; made by the model that uses it, and by no other's."""
-
-    length: int
-    max_seq: int
-
-    def truncate(self, length: int) -> None:
-        """Forget all positions from `length` on."""
-
-
-class LocalModel(Protocol):
-    """What one rank runs, whichever way it computes. See `ShardedModel` and `PackedModel`."""
-
-    comm: Comm
-    config: ModelConfig
-    plan: ShardPlan
-    dtype: torch.dtype
-    device: torch.device
-    reducer: HiddenReducer
-    max_seq: int
-    compiled: bool
-
-    @property
-    def nbytes_held(self) -> int:
-        """Bytes of weights that this rank holds, mapped or copied."""
-
-    @property
-    def reduced_elements(self) -> list[int]:
-        """Elements of each reduction of one row's step, in order."""
-
-    def new_cache(self, batch: int = 1) -> Any:
-        """An empty `Cache`."""
-
-    def step(self, tokens: Tensor, cache: Any) -> Tensor:
-        """Feed tokens, shape (1, seq); returns this rank's logits of the last one, shape (1, local vocabulary), f32."""
-
-    def move_to(self, comm: Comm) -> None:
-        """Go on in a rebuilt group, with the weights that are here."""
 
 
 def build_local(
@@ -140,10 +98,10 @@ def stay(part: LocalModel, comm: Comm) -> Sequence[bool]:
     """
     part.move_to(comm)
     why_not, borders = "it has dequantised its weights", ""
-    if isinstance(part, PackedModel):
+    if part.forward.compute == "packed":
         why_not, borders = "", _hash_of(part.decoder.units)
     ways = agree(comm, Able(why_not, False), ShareHashes(part.plan.sha256, part.plan.sha256, borders))
-    if isinstance(part, PackedModel) and part.decoder.beside_exact == all(ways):
+    if not why_not and part.decoder.beside_exact == all(ways):
         raise ValueError(f"packed are now the ranks {[r for r, w in enumerate(ways) if w]}; load the model again")
     return ways
 

@@ -17,8 +17,10 @@ from hostring import Comm
 from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
 from hostring.integrations.llm.checkpoint.tokenizer import load_tokenizer
 from hostring.integrations.llm.checkpoint.weights import open_checkpoint
-from hostring.integrations.llm.compute import Cache, LocalModel, build_local
+from hostring.integrations.llm.compute import build_local
+from hostring.integrations.llm.model.cache import Cache
 from hostring.integrations.llm.model.devices import find_device
+from hostring.integrations.llm.model.local_model import LocalModel
 from hostring.integrations.llm.model.sampling import (
     GO_ON,
     NOT_FINITE,
@@ -77,7 +79,7 @@ class Model:
         them."""
         known, mine = self.tokenizer.known_ids(), self.sharded.plan.vocab_of(self.comm.rank)
         rows = [row for row, i in enumerate(mine) if i not in known]
-        return torch.tensor(rows, device=self.sharded.device) if rows else None
+        return torch.tensor(rows, device=self.sharded.forward.device) if rows else None
 
     def prompt_ids(self, text: str) -> list[int]:
         """Ids for a user's message: through the chat template where the checkpoint has one."""
@@ -226,7 +228,7 @@ class _Run:
         with prefill_measured(stats, self.comm, self.started):
             status = self._decide(self._prefill())
         with decode_measured(stats, self.comm, self.sharded.reducer.clock):
-            token = torch.zeros(1, 1, dtype=torch.long, device=self.sharded.device)
+            token = torch.zeros(1, 1, dtype=torch.long, device=self.sharded.forward.device)
             while status == GO_ON:
                 token.fill_(self.tokens[-1])
                 status = self._decide(self.sharded.step(token, self.cache))
@@ -246,11 +248,12 @@ class _Run:
 
     def _expected(self) -> Stats:
         gathered = 0 if self.logits is None else self.logits.gathered_elements
-        traffic = Traffic(self.comm, self.sharded.reduced_elements, 2 * self.n_candidates, HEAD_RANK, gathered)
+        elements = self.sharded.forward.reduced_elements
+        traffic = Traffic(self.comm, elements, 2 * self.n_candidates, HEAD_RANK, gathered)
         return traffic.stats(len(self.request.ids), self._chunks())
 
     def _prefill(self) -> Tensor:
-        ids = torch.tensor([self.ids], device=self.sharded.device)  # (1, prompt)
+        ids = torch.tensor([self.ids], device=self.sharded.forward.device)  # (1, prompt)
         for chunk in torch.split(ids, _PREFILL_CHUNK, 1):
             logits = self.sharded.step(chunk, self.cache)
         return logits

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hostring import Comm
-from hostring.integrations.llm.compute import Cache
+from hostring.integrations.llm.model.cache import Cache
 
 
 class PrefixCache:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +12,10 @@ from hostring.integrations.llm.checkpoint.checkpoint import Checkpoint
 from hostring.integrations.llm.checkpoint.layout import TensorSlice, slices_of_rank
 from hostring.integrations.llm.checkpoint.whole_model import ModuleCheckpoint
 from hostring.integrations.llm.model.audit import StreamAudit
-from hostring.integrations.llm.model.cache import KVCache
-from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.devices import find_device
-from hostring.integrations.llm.model.one_row import OneRow
-from hostring.integrations.llm.model.qwen import Decoder, Embedding
+from hostring.integrations.llm.model.exact_forward import ExactForward
+from hostring.integrations.llm.model.local_model import LocalModel
+from hostring.integrations.llm.model.qwen import Decoder, Embedding, Layer
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -28,83 +26,6 @@ from hostring.integrations.llm.model.tensor_parallel import (
 )
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-@dataclass
-class ShardedModel:
-    """What one rank runs.
-
-    Attributes:
-        decoder: the local part; its head gives the logits of this rank's vocabulary rows.
-        config: the whole model.
-        plan: who holds what.
-        dtype: what this rank computes in.
-        device: what it computes on.
-        reducer: where partial sums are added up.
-        max_seq: positions that the KV cache holds.
-        reduced_elements: of each reduction of one position's forward pass, in order.
-        compiled: torch has compiled the layers.
-        one_row: the short way for a single token, on CPUs; None elsewhere, and where the layers are compiled.
-    """
-
-    decoder: Decoder
-    config: ModelConfig
-    plan: ShardPlan
-    comm: Comm
-    dtype: torch.dtype
-    device: torch.device
-    reducer: HiddenReducer
-    max_seq: int
-    reduced_elements: list[int]
-    compiled: bool = False
-    one_row: OneRow | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.one_row = OneRow(self.decoder) if self.device.type == "cpu" and not self.compiled else None
-
-    @property
-    def nbytes_held(self) -> int:
-        """Bytes of weights that this rank holds."""
-        return sum(parameter.nbytes for parameter in self.decoder.parameters())
-
-    def new_cache(self, batch: int = 1) -> KVCache:
-        """An empty KV cache for the heads that live here.
-
-        It holds values rounded to the rank's dtype; on a CPU in f32, whose attention kernel is five times slower in
-        f16.
-        """
-        dtype = torch.float32 if self.device.type == "cpu" else self.dtype
-        return KVCache(self.decoder.config, batch, self.max_seq, dtype, self.device)
-
-    def move_to(self, comm: Comm) -> None:
-        """Go on in a rebuilt group, with the weights that are here.
-
-        Raises:
-            ValueError: this rank is another one there, or there are more or fewer: it would need other slices.
-        """
-        old = self.comm
-        if (comm.rank, comm.world_size) != (old.rank, old.world_size):
-            was, now = f"rank {old.rank} of {old.world_size}", f"rank {comm.rank} of {comm.world_size}"
-            raise ValueError(f"this part of the model is that of {was}, the group makes this {now}; load it again")
-        self.comm = self.reducer.comm = comm
-
-    @torch.inference_mode()
-    def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """Feed tokens, shape (batch, seq); returns this rank's logits of the last one, shape (batch, local
-        vocabulary), f32."""
-        clock, audit = self.reducer.clock, self.reducer.audit
-        clock.start()
-        tokens = tokens.to(self.device)
-        h: Tensor = self.decoder.embed(tokens)
-        if audit is not None:
-            audit.begin(h)
-        single = self.one_row if tokens.numel() == 1 else None
-        h = self.decoder.run_layers(h, cache) if single is None else single.run_layers(h, cache)
-        if audit is not None:
-            audit.end(h)
-        logits = self.decoder.logits(h[:, -1:])[:, -1] if single is None else single.logits(h)
-        clock.stop()
-        return logits
 
 
 def build(
@@ -118,7 +39,7 @@ def build(
     replicate_embedding: bool = True,
     hash_activations: bool = False,
     compile: bool | str = False,
-) -> ShardedModel:
+) -> LocalModel:
     """Read this rank's slices and assemble its part of the model.
 
     Args:
@@ -153,9 +74,10 @@ def build(
     _fill(decoder, checkpoint, plan, comm.rank, dtype, device, reducer, replicate_embedding)
     decoder.to(device)  # the tables and constants that are in no checkpoint
     n_reductions = 2 * config.num_hidden_layers + (0 if replicate_embedding else 1)
-    compiled, reduced = bool(compile), [config.hidden_size] * n_reductions
-    model = ShardedModel(decoder.eval(), config, plan, comm, dtype, device, reducer, max_seq, reduced, compiled)
-    if compiled:
+    reduced = [config.hidden_size] * n_reductions
+    forward = ExactForward(decoder.eval(), reducer, dtype, device, reduced, bool(compile))
+    model = LocalModel(forward, config, plan, comm, reducer, max_seq)
+    if compile:
         _compile(model, compile if isinstance(compile, str) else "inductor")
     return model
 
@@ -167,7 +89,7 @@ class _Alone:
         return x
 
 
-def _compile(model: ShardedModel, backend: str) -> None:
+def _compile(model: LocalModel, backend: str) -> None:
     """Compile the layers, all by the same code, and run each kind of step once without the group.
 
     Nothing is left to compile while a peer waits inside a reduction.
@@ -180,7 +102,7 @@ def _compile(model: ShardedModel, backend: str) -> None:
         for lengths in ((5, 3, 1, 1), (7, 4)):  # a prompt, more of it, and single tokens; other lengths
             cache = model.new_cache()
             for n in (n for n in lengths if cache.length + n <= cache.max_seq):
-                model.step(torch.zeros(1, n, dtype=torch.long, device=model.device), cache)
+                model.step(torch.zeros(1, n, dtype=torch.long, device=model.forward.device), cache)
     finally:
         model.reducer.comm = group
 
@@ -191,7 +113,7 @@ def parallelize(
     plan: ShardPlan | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-) -> ShardedModel:
+) -> LocalModel:
     """Cut up a whole decoder that is already in memory; `model` itself is left as it is."""
     return build(
         ModuleCheckpoint(model), comm, plan=plan, dtype=dtype, device=device, max_seq=model.rotary.cos.shape[0]
@@ -229,13 +151,13 @@ def _fill(
         if name.endswith("norm.weight") and parameter.is_meta:
             owner = decoder.get_submodule(name.rpartition(".")[0])
             owner.weight = nn.Parameter(need(name).float(), requires_grad=False)
-    for i, layer in enumerate(decoder.layers):
-        for side, first, second in (("attention", "qkv_proj", "o_proj"), ("mlp", "gate_up_proj", "down_proj")):
-            prefix = f"layers.{i}.{side}."
-            column = ColumnParallelLinear(matrix(f"{prefix}{first}.weight"), load(f"{prefix}{first}.bias"), dtype)
-            row = RowParallelLinear(matrix(f"{prefix}{second}.weight"), load(f"{prefix}{second}.bias"), dtype, reducer)
-            setattr(layer.get_submodule(side), first, column)
-            setattr(layer.get_submodule(side), second, row)
+    for i, layer in enumerate(cast(list[Layer], decoder.layers)):
+        for region in layer.regions:
+            first, last = (f"layers.{i}.{region.side}.{name}" for name in (region.first, region.last))
+            column = ColumnParallelLinear(matrix(f"{first}.weight"), load(f"{first}.bias"), dtype)
+            row = RowParallelLinear(matrix(f"{last}.weight"), load(f"{last}.bias"), dtype, reducer)
+            setattr(layer.get_submodule(region.side), region.first, column)
+            setattr(layer.get_submodule(region.side), region.last, row)
     decoder.head = ParallelHead(matrix("head.weight"), plan.vocab_of(rank).start, dtype)
 
 

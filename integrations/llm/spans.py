@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hostring.integrations.llm.sharded import ShardedModel
+from hostring.integrations.llm.model.local_model import LocalModel
 
 _VIEWS = (
     "view",
@@ -66,7 +66,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Boundaries:
     """Stands in for the group while it is measured: notes when each reduction begins and ends."""
 
-    def __init__(self, model: ShardedModel, counting: _Counting | None) -> None:
+    def __init__(self, model: LocalModel, counting: _Counting | None) -> None:
         self.comm, self.counting = model.comm, counting
         self.spans: list[float] = []
         self.operations: list[int] = []
@@ -82,7 +82,7 @@ class _Boundaries:
         return x
 
 
-def measure_spans(model: ShardedModel, prompt: Sequence[int], steps: int = 8) -> list[Span]:
+def measure_spans(model: LocalModel, prompt: Sequence[int], steps: int = 8) -> list[Span]:
     """Decode a few tokens and report every span. A collective: every rank calls it with the same arguments.
 
     Args:
@@ -92,18 +92,18 @@ def measure_spans(model: ShardedModel, prompt: Sequence[int], steps: int = 8) ->
     Raises:
         ValueError: the embedding is split too: its reduction belongs to no layer.
     """
-    if len(model.reduced_elements) != 2 * model.config.num_hidden_layers:
+    if len(model.forward.reduced_elements) != 2 * model.config.num_hidden_layers:
         raise ValueError("spans are measured with replicate_embedding=True")
     cache = model.new_cache()
     model.step(torch.tensor([list(prompt)]), cache)
-    token = torch.tensor([[prompt[-1]]], device=model.device)
+    token = torch.tensor([[prompt[-1]]], device=model.forward.device)
     counted = _one_step(model, token, cache, _Counting()).operations
     timed = [_one_step(model, token, cache, None).spans for _ in range(steps)]
     medians = [sorted(seconds)[steps // 2] for seconds in zip(*timed, strict=True)]
     return [Span(i // 2, ("attention", "mlp")[i % 2], counted[i], medians[i]) for i in range(len(medians))]
 
 
-def _one_step(model: ShardedModel, token: Tensor, cache: Any, counting: _Counting | None) -> _Boundaries:
+def _one_step(model: LocalModel, token: Tensor, cache: Any, counting: _Counting | None) -> _Boundaries:
     boundaries = _Boundaries(model, counting)
     model.reducer.comm = boundaries
     try:

@@ -23,7 +23,7 @@ def generated(compiling: int | None, backend: str, comm: hostring.Comm) -> Any:
     model = load_model(BUNDLED, comm, hash_activations=True, compile=compiled, compute="exact")
     comm.barrier(timeout=max(100.0, comm.timeout))
     found = model.generate(PROMPT, Sampling(), max_tokens=TOKENS)
-    return found.tokens, found.stats.activation_sha256, found.stats.wrong_steps, model.sharded.compiled
+    return found.tokens, found.stats.activation_sha256, found.stats.wrong_steps, model.sharded.forward.compiled
 
 
 def generated_in_a_process(compiling: int | None, backend: str, comm: hostring.Comm) -> Any:

@@ -85,7 +85,7 @@ def compute(
         model.tokenizer.eos_ids = frozenset()
         sharded, cache = model.sharded, model.sharded.new_cache()
         with torch.inference_mode():
-            local = sharded.decoder(torch.tensor([PROMPT], device=sharded.device))
+            local = sharded.decoder(torch.tensor([PROMPT], device=sharded.forward.device))
         first = model.generate(PROMPT, max_tokens=5, cache=cache)
         second = model.generate([first.tokens[-1], *MORE], max_tokens=2, cache=cache)
         (slot, *_) = cache.extend(1)
@@ -221,8 +221,8 @@ def _cut_up() -> tuple[torch.Tensor, set[str]]:
     def body(comm: hostring.Comm) -> Any:
         model = parallelize(whole, comm, device="auto")
         with torch.inference_mode():
-            logits = gather_logits(comm, model.decoder(tokens.to(model.device)), model.plan)
-        return logits, model.device.type, {p.device.type for p in whole.parameters()}
+            logits = gather_logits(comm, model.decoder(tokens.to(model.forward.device)), model.plan)
+        return logits, model.forward.device.type, {p.device.type for p in whole.parameters()}
 
     (logits, device, left), *_ = in_threads(2, body)
     with torch.inference_mode():

@@ -19,7 +19,6 @@ from hostring.integrations.llm.checkpoint.whole_model import save_hf
 from hostring.integrations.llm.generate import load_model
 from hostring.integrations.llm.model.cache import KVCache
 from hostring.integrations.llm.model.config import ModelConfig
-from hostring.integrations.llm.model.one_row import OneRow
 from hostring.integrations.llm.model.qwen import Decoder
 from hostring.integrations.llm.sharded import DTYPES, build
 
@@ -81,7 +80,7 @@ def test_the_bound_row_is_the_decoder(
             model.decoder(tokens, cache)
         for token in (3, 77, 5):
             one = torch.tensor([[token]])
-            assert_close(model.one_row(one, ours), model.decoder(one, theirs)[:, 0], dtype)
+            assert_close(model.forward.one_row(one, ours), model.decoder(one, theirs)[:, 0], dtype)
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])
@@ -92,24 +91,15 @@ def test_the_bound_row_copies_no_matrix(
     model = build(open_checkpoint(save(hf_model("llama"), tmp_path)), alone)
     token = torch.tensor([[3]])
     with torch.inference_mode():
-        before = model.one_row(token, model.new_cache())
+        before = model.forward.one_row(token, model.new_cache())
         kept = before.clone()
         for name, weight in model.decoder.named_parameters():
             if weight.dim() == 2 and "embed" not in name:
                 weight.mul_(-0.5)
-        after = model.one_row(token, model.new_cache())
+        after = model.forward.one_row(token, model.new_cache())
         assert_close(after, model.decoder(token, model.new_cache())[:, 0])
     assert torch.equal(before, kept)
     assert not torch.equal(before, after)
-
-
-def test_a_whole_decoder_has_a_bound_row_too() -> None:
-    decoder = Decoder(ModelConfig(50, 32, 40, 2, 4, 2, 8, max_position_embeddings=16)).initialise(seed=5).eval()
-    ours, theirs = KVCache(decoder.config), KVCache(decoder.config)
-    row = OneRow(decoder)
-    with torch.inference_mode():
-        for token in (1, 2, 3):
-            assert_close(row(torch.tensor([[token]]), ours), decoder(torch.tensor([[token]]), theirs)[:, 0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

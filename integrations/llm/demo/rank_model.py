@@ -14,7 +14,6 @@ from hostring.integrations.llm.demo.job import Job
 from hostring.integrations.llm.generate import Generation, Model, load_model
 from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.sampling import Sampling
-from hostring.integrations.llm.packed.model import PackedModel
 from hostring.integrations.llm.request import HEAD_RANK
 from hostring.integrations.llm.same_bits import promise
 
@@ -121,14 +120,14 @@ class RankModel:
 
     def _reports(self, comm: Comm, dtypes: tuple[str, ...], model: Model, found: Generation) -> list[Report]:
         part = model.sharded
-        own = {"rank": comm.rank, "dtype": computes_in(model, dtypes[comm.rank]), "device": str(part.device)}
-        loaded = {"bytes_held": part.nbytes_held, "bytes_read": model.bytes_read, "load_s": model.load_s}
-        return gather(comm, {**own, **loaded, "compiled": part.compiled, **found.stats.as_dict()})
+        own = {"rank": comm.rank, "dtype": computes_in(model, dtypes[comm.rank]), "device": str(part.forward.device)}
+        loaded = {"bytes_held": part.forward.nbytes_held, "bytes_read": model.bytes_read, "load_s": model.load_s}
+        return gather(comm, {**own, **loaded, "compiled": part.forward.compiled, **found.stats.as_dict()})
 
 
 def computes_in(model: Model, dtype: str) -> str:
     """What this rank computes in, for people: a packed rank has no use for its dtype."""
-    return "packed" if isinstance(model.sharded, PackedModel) else dtype
+    return "packed" if model.sharded.forward.compute == "packed" else dtype
 
 
 def gather(comm: Comm, report: Report) -> list[Report]:

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hostring.integrations.llm.model.config import ModelConfig
+
+
+class Cache(Protocol):
+    """Keys and values of one sequence; made by the model that uses it, and by no other's."""
+
+    length: int
+    max_seq: int
+
+    def truncate(self, length: int) -> None:
+        """Forget all positions from `length` on."""
+
+
+def check_fit(cache: Cache, n_positions: int) -> None:
+    """Raise a ValueError unless a cache has room for so many more positions."""
+    if cache.length + n_positions > cache.max_seq:
+        raise ValueError(
+            f"KV cache holds {cache.max_seq} positions, {cache.length} are taken and {n_positions} more are needed; "
+            "raise max_seq"
+        )
 
 
 class KVSlot(NamedTuple):
@@ -61,12 +80,8 @@ class KVCache:
         Raises:
             ValueError: they don't fit.
         """
+        check_fit(self, n_positions)
         start, stop = self.length, self.length + n_positions
-        if stop > self.max_seq:
-            raise ValueError(
-                f"KV cache holds {self.max_seq} positions, {start} are taken and {n_positions} more are "
-                f"needed; raise max_seq"
-            )
         self.length = stop
         fresh = self._kv[:, :, :, start:stop]
         keys, values = self._kv[:, :, :, :stop].chunk(2, 2)

@@ -1,128 +1,224 @@
-"""One token of one sequence through a decoder: the arithmetic of `Decoder.forward`, with everything bound in advance.
+"""One token of one sequence through a rank's part of a decoder, on a CPU, with everything bound in advance.
 
 At one row the matrices are bound by memory, and the small operations between them by the cost of a call, which caches
-filled with weights make two to three times dearer than a benchmark of the call alone shows. `Decoder.forward` makes
-about 60 calls per layer; this makes half as many, without module dispatch. In f32, most of them are numpy's instead
-(`one_row_f32.py`): cheaper to call, but slow with f16, and without bf16.
+filled with weights make two to three times dearer than a benchmark of the call alone shows. So every layer becomes a
+few calls over fixed buffers, which numpy and torch share: numpy's small operations cost a third of torch's to call.
+Nothing is allocated but what attention returns. The matrices are those of the layers, not copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hostring.integrations.llm.model.cache import KVCache, KVSlot
-from hostring.integrations.llm.model.one_row_f32 import RowF32, weight_of_heads
-from hostring.integrations.llm.model.qwen import Attention, Decoder, Layer, RMSNorm
-from hostring.integrations.llm.model.tensor_parallel import RowParallelLinear, Rows
+from hostring.integrations.llm.model.qwen import Decoder, Layer, RMSNorm
+from hostring.integrations.llm.model.regions import Attention, GatedMlp, Region
+from hostring.integrations.llm.model.tensor_parallel import (
+    Call,
+    ColumnParallelLinear,
+    HiddenReducer,
+    ParallelHead,
+    RowParallelLinear,
+)
+
+Array = npt.NDArray[np.float32]
 
 
-def bound(module: nn.Module) -> Rows:
-    """A call that multiplies one row: the one that the module binds, else its `forward`."""
-    bind: Callable[[], Rows] | None = getattr(module, "bind_row", None)
-    return module.forward if bind is None else bind()
+class _Buffers:
+    """What calls read and write: the stream, the tables of this step's position, and scratch that all layers share.
+
+    Attributes:
+        h: the residual stream, shape (1, hidden). x: h after a norm.
+        tables: cosines and signed sines of this step's position, shape (1, (heads + 2 kv_heads) * head_dim) each.
+        slots: of this step's position, by layer.
+    """
+
+    def __init__(self, hidden_size: int, table_width: int) -> None:
+        self.h, self.x = torch.empty(1, hidden_size), torch.empty(1, hidden_size)
+        self.tables = torch.empty(1, table_width), torch.empty(1, table_width)
+        self.slots: list[KVSlot] = []
+        self._named: dict[tuple[str, int, torch.dtype], Tensor] = {}
+
+    def of(self, name: str, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The row of this name and width, shape (1, width): the same one for every layer."""
+        key = (name, width, dtype)
+        return self._named.setdefault(key, torch.zeros(1, width, dtype=dtype))
 
 
-def norm_of_row(norm: RMSNorm) -> Rows:
-    """RMSNorm of one row, shape (1, width), in four calls: x * (w √n / hypot(|x|, √(n ε)))."""
-    width = norm.weight.numel()
-    scaled = norm.weight.detach() * width**0.5
-    floor = (norm.eps * width).sqrt()
-    length, hypot, div = torch.linalg.vector_norm, torch.hypot, torch.div
+class _Bound:
+    """See `Operations`: each notes calls, and returns the buffer in which they leave their result.
 
-    def apply(x: Tensor) -> Tensor:
-        return x * div(scaled, hypot(length(x), floor))
+    Args:
+        layer: whose weights are bound; `number` is its slot.
+        calls: where calls are noted.
+    """
 
-    return apply
+    def __init__(self, layer: Layer, number: int, buffers: _Buffers, calls: list[Call]) -> None:
+        self.layer, self.number, self.buffers, self.calls = layer, number, buffers, calls
 
+    def norm(self, h: Tensor, region: Region) -> Tensor:
+        self.calls.append(_norm(h, getattr(self.layer, region.norm), self.buffers.x))
+        return self.buffers.x
 
-def norm_of_heads(attention: Attention) -> Rows | None:
-    """QK-norm of one row's heads, shape (heads + 2 kv_heads, head_dim): queries and keys; values stay."""
-    if attention.q_norm is None or attention.k_norm is None:
-        return None
-    q_norm, kv_heads = attention.q_norm, attention.kv_heads
-    weight = weight_of_heads(attention, q_norm, attention.k_norm)
-    eps, inverse_width, turning = q_norm.eps, q_norm.inverse_width, attention.heads + kv_heads
+    def project(self, x: Tensor, region: Region) -> Tensor:
+        matrix = self._first(region)
+        y = self.buffers.of(region.first, matrix.weight.shape[0], matrix.weight.dtype)
+        self.calls += matrix.bind(x, y, self.buffers.of("rounded x", x.shape[1], y.dtype))
+        return y
 
-    def apply(x: Tensor) -> Tensor:
-        turned, values = x.split_with_sizes((turning, kv_heads))
-        mean_eps = torch.addcmul(eps, turned.square().sum(-1, True), inverse_width)
-        return torch.cat((turned * mean_eps.rsqrt() * weight, values))
+    def norm_heads(self, heads: Tensor, region: Attention) -> Tensor:
+        heads = self._widened(heads)
+        self.calls.append(_norm_of_heads(heads, getattr(self.layer, region.side), region))
+        return heads
 
-    return apply
+    def turn(self, heads: Tensor, region: Attention) -> Tensor:
+        heads, turned = self._widened(heads), self.buffers.of("turned", heads.shape[1])
+        self.calls.append(_turn(heads, turned, *self.buffers.tables, region.head_dim))
+        self._round(turned, self._first(region).weight.dtype)
+        return turned
 
+    def attend(self, heads: Tensor, region: Attention) -> Tensor:
+        attended = self.buffers.of("attended", region.heads * region.head_dim)
+        self.calls.append(_attend(heads, attended, self.buffers.slots, self.number, region))
+        return attended
 
-class _LayerRow:
-    """One layer, bound."""
+    def gate(self, gate_up: Tensor, region: GatedMlp) -> Tensor:
+        gated = self.buffers.of("gated", region.columns, gate_up.dtype)
+        self.calls.append(_gate(gate_up, gated, region))
+        return gated
 
-    def __init__(self, layer: Layer) -> None:
-        attention, mlp = layer.attention, layer.mlp
-        self.input_norm, self.post_norm = norm_of_row(layer.input_norm), norm_of_row(layer.post_norm)
-        self.head_norm = norm_of_heads(attention)
-        self.qkv, self.o = bound(attention.qkv_proj), bound(attention.o_proj)
-        self.gate_up, self.down = bound(mlp.gate_up_proj), bound(mlp.down_proj)
-        self.heads_shape = (attention.heads + 2 * attention.kv_heads, attention.head_dim)
-        self.swap_shape = (attention.heads + 2 * attention.kv_heads, 2, attention.head_dim // 2)
-        self.cut = (attention.heads, 2 * attention.kv_heads)
-        self.grouped = (1, attention.kv_heads, attention.heads // attention.kv_heads, attention.head_dim)
-        self.row = (1, attention.heads * attention.head_dim)
-        self.columns = (mlp.columns, mlp.columns)
-
-    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, slot: KVSlot) -> Tensor:
-        """h: the residual stream, shape (1, hidden), f32."""
-        qkv = self.qkv(self.input_norm(h))
-        dtype = qkv.dtype
-        if dtype != torch.float32:
-            qkv = qkv.float()
-        heads = qkv.view(self.heads_shape)
-        if self.head_norm is not None:
-            heads = self.head_norm(heads)
-        turned = torch.addcmul(heads * cos, heads.view(self.swap_shape).flip(1).view(self.heads_shape), sin)
-        if dtype != torch.float32:
-            turned = turned.to(dtype).float()
-        q, kv = turned.split_with_sizes(self.cut)
-        slot.row.copy_(kv)
-        out = F.scaled_dot_product_attention(q.view(self.grouped), slot.keys, slot.values)
-        h = h + self.o(out.view(self.row))
-        gate, up = self.gate_up(self.post_norm(h)).split_with_sizes(self.columns, 1)
-        return h + self.down(F.silu(gate) * up)
-
-
-class _Row:
-    """All layers, bound, in any dtype."""
-
-    def __init__(self, decoder: Decoder, layers: list[Layer]) -> None:
-        self.layers = [_LayerRow(layer) for layer in layers]
-        self.norm = norm_of_row(decoder.norm)
-        self.head = bound(decoder.head)
-
-    def run_layers(self, h: Tensor, cos: Tensor, sin: Tensor, slots: list[KVSlot]) -> Tensor:
-        for layer, slot in zip(self.layers, slots, strict=True):
-            h = layer(h, cos, sin, slot)
+    def add_sum(self, h: Tensor, x: Tensor, region: Region) -> Tensor:
+        matrix = cast(RowParallelLinear, getattr(getattr(self.layer, region.side), region.last))
+        self._round(x, matrix.dtype)
+        total, added = h.numpy()[0], matrix.reducer.row.numpy()[0]
+        # Products summed directly onto h would lose low bits, because h is larger.
+        self.calls += [*matrix.bind(self._widened(x)), partial(np.add, total, added, out=total)]
         return h
 
-    def logits(self, h: Tensor) -> Tensor:
-        return self.head(self.norm(h)).float()
+    def _first(self, region: Region) -> ColumnParallelLinear:
+        return cast(ColumnParallelLinear, getattr(getattr(self.layer, region.side), region.first))
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """x in f32."""
+        if x.dtype == torch.float32:
+            return x
+        wide = self.buffers.of("widened", x.shape[1])
+        self.calls.append(partial(wide.copy_, x))
+        return wide
+
+    def _round(self, x: Tensor, dtype: torch.dtype) -> None:
+        """Leave in x what is left of its values in `dtype`."""
+        if x.dtype != dtype:
+            rounded = self.buffers.of("rounded", x.shape[1], dtype)
+            self.calls += [partial(rounded.copy_, x), partial(x.copy_, rounded)]
+
+
+def _norm(h: Tensor, norm: RMSNorm, x: Tensor) -> Call:
+    """A call that writes the norm of h into x: h * (w √n / √(h·h + n ε))."""
+    row, out, width, multiply = h.numpy()[0], x.numpy()[0], norm.weight.numel(), np.multiply
+    scaled, floor = norm.weight.detach().numpy() * np.float32(width**0.5), norm.eps.item() * width
+
+    def apply() -> None:
+        multiply(row, scaled * (float(row.dot(row)) + floor) ** -0.5, out=out)
+
+    return apply
+
+
+def _norm_of_heads(heads: Tensor, weights: torch.nn.Module, region: Attention) -> Call:
+    """A call that normalises queries and keys in place, but not values."""
+    norms = cast(list[RMSNorm], [weights.q_norm] * region.heads + [weights.k_norm] * region.kv_heads)
+    weight, width = torch.stack([norm.weight.detach() for norm in norms]).numpy(), region.head_dim
+    scaled, floor = weight * np.float32(width**0.5), np.float32(norms[0].eps.item() * width)
+    turning = heads.numpy().reshape(-1, width)[: len(norms)]
+    squares, length = np.empty_like(weight), np.empty((len(weight), 1), np.float32)
+
+    def apply() -> None:
+        np.multiply(turning, turning, out=squares)
+        np.add.reduce(squares, axis=1, keepdims=True, out=length)
+        np.add(length, floor, out=length)
+        np.sqrt(length, out=length)
+        np.divide(turning, length, out=turning)
+        np.multiply(turning, scaled, out=turning)
+
+    return apply
+
+
+def _turn(heads: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Call:
+    """A call that writes heads * cos + swap_halves(heads) * sin into `turned`."""
+    halves: Array = heads.numpy().reshape(-1, 2, head_dim // 2)
+    swapped, across = halves[:, ::-1], np.empty_like(halves)
+    plain, out, across_row = heads.numpy()[0], turned.numpy()[0], across.reshape(-1)
+    cosines, sines = cos.numpy()[0], sin.numpy().reshape(halves.shape)
+
+    def apply() -> None:
+        np.multiply(plain, cosines, out=out)
+        np.multiply(swapped, sines, out=across)
+        np.add(out, across_row, out=out)
+
+    return apply
+
+
+def _attend(heads: Tensor, attended: Tensor, slots: list[KVSlot], number: int, region: Attention) -> Call:
+    """A call that writes the new key and value into the layer's slot, and what attention gives into `attended`."""
+    by_head = heads.view(-1, region.head_dim)
+    q = by_head[: region.heads].view(1, region.kv_heads, region.heads // region.kv_heads, region.head_dim)
+    kv, grouped = by_head[region.heads :].numpy(), attended.numpy().reshape(q.shape)
+
+    def apply() -> None:
+        slot = slots[number]
+        slot.row.numpy()[...] = kv
+        grouped[...] = F.scaled_dot_product_attention(q, slot.keys, slot.values).numpy()
+
+    return apply
+
+
+def _gate(gate_up: Tensor, gated: Tensor, region: GatedMlp) -> Call:
+    """A call that writes silu(gate) * up into `gated`, in their dtype."""
+    gate, up = gate_up.split_with_sizes((region.columns, region.columns), 1)
+    if gate.dtype == torch.float32:
+        multiply = partial(np.multiply, gate.numpy(), up.numpy(), out=gated.numpy())
+    else:
+        multiply = partial(torch.mul, gate, up, out=gated)
+
+    def apply() -> None:
+        F.silu(gate, inplace=True)
+        multiply()
+
+    return apply
 
 
 class OneRow:
     """`Decoder.forward(token, cache, last_only=True)` for one token of one sequence.
 
     Built once the weights are final and torch's number of threads is set: what it binds is not looked up again.
+
+    Args:
+        decoder: its matrices are parallel ones, on the CPU.
+        reducer: the one of its layers.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, reducer: HiddenReducer) -> None:
         self.decoder = decoder
-        layers = [layer for layer in decoder.layers if isinstance(layer, Layer)]
-        o_proj = layers[0].attention.o_proj
-        self.row: _Row | RowF32
-        if isinstance(o_proj, RowParallelLinear) and o_proj.dtype == torch.float32:
-            self.row = RowF32(decoder, layers, o_proj.reducer)
-        else:
-            self.row = _Row(decoder, layers)
+        rotary = decoder.rotary
+        table_width = (rotary.turning + rotary.fixed) * rotary.cos.shape[1]
+        self._buffers = buffers = _Buffers(reducer.row.shape[1], table_width)
+        self._layers: list[Call] = []
+        h = buffers.h
+        for number, layer in enumerate(cast(list[Layer], decoder.layers)):
+            ops = _Bound(layer, number, buffers, self._layers)
+            for region in layer.regions:
+                h = region.run(ops, h)
+        head = cast(ParallelHead, decoder.head)
+        self._scores = torch.empty(1, head.weight.shape[0], dtype=head.weight.dtype)
+        rounded = buffers.of("rounded x", h.shape[1], head.weight.dtype)
+        self._head = [_norm(h, decoder.norm, buffers.x), *head.bind(buffers.x, self._scores, rounded)]
 
     def __call__(self, token: Tensor, cache: KVCache) -> Tensor:
         """Logits of the next token, f32. token: (1, 1). Returns shape (1, local vocabulary)."""
@@ -131,9 +227,17 @@ class OneRow:
     def run_layers(self, h: Tensor, cache: KVCache) -> Tensor:
         """The residual stream after all layers, shape (1, hidden), valid until the next call. h: (1, 1, hidden),
         f32."""
-        cos, sin = self.decoder.rotary.at(cache.length, 1)
-        return self.row.run_layers(h[0], cos[0], sin[0], cache.extend(1))  # cos and sin: (heads + 2 kv_heads, head_dim)
+        buffers = self._buffers
+        buffers.h.copy_(h[0])
+        for own, table in zip(buffers.tables, self.decoder.rotary.at(cache.length, 1), strict=True):
+            own.copy_(table.view(1, -1))
+        buffers.slots[:] = cache.extend(1)
+        for call in self._layers:
+            call()
+        return buffers.h
 
     def logits(self, h: Tensor) -> Tensor:
         """From what `run_layers` returned to logits, shape (1, local vocabulary)."""
-        return self.row.logits(h)
+        for call in self._head:
+            call()
+        return self._scores.to(torch.float32, copy=True)

@@ -6,10 +6,12 @@ weights, and what a sub-layer adds to the stream is f32 again. So the stream sta
 compute in different dtypes.
 
 Decoding one token is bound by the time to read the weights once, so gate and up are one matrix, and so are q, k and v;
-what is left of a layer is few operations on short rows.
+what is left of a layer is few operations on short rows. Which operations those are, `regions.py` says.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +19,9 @@ from torch import Tensor, nn
 
 from hostring.integrations.llm.model.cache import KVCache, KVSlot
 from hostring.integrations.llm.model.config import ModelConfig
+from hostring.integrations.llm.model.eager import Eager, Rope
+from hostring.integrations.llm.model.regions import Attention, GatedMlp, Region, layers_of
 from hostring.integrations.llm.model.rope import rotary_frequencies
-
-Rope = tuple[Tensor, Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -114,106 +116,43 @@ class Rotary(nn.Module):
         return torch.cat((cos, cos.new_ones(fixed)), 1), torch.cat((sin, sin.new_zeros(fixed)), 1)
 
 
-def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate heads to their positions, in f32. x: (batch, seq, heads, head_dim)."""
-    swapped = x.view(*x.shape[:-1], 2, x.shape[-1] // 2).flip(-2).view(x.shape)
-    return torch.addcmul(x * rope[0], swapped, rope[1])
+class AttentionWeights(nn.Module):
+    """Those of an attention region: q, k and v as one matrix, the output projection, and the norms of heads."""
 
-
-class Attention(nn.Module):
-    """Grouped-query attention over the heads given by `config`: all of them, or the ones of a shard."""
-
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, region: Attention) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
+        rows = (region.heads + 2 * region.kv_heads) * region.head_dim
         self.qkv_proj: nn.Module = Linear(config.hidden_size, rows, config.qkv_bias)
-        self.o_proj: nn.Module = Linear(self.heads * self.head_dim, config.hidden_size, config.o_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
-
-    def forward(self, x: Tensor, rope: Rope, slot: KVSlot | None) -> Tensor:
-        batch, seq, _ = x.shape
-        qkv: Tensor = self.qkv_proj(x)
-        dtype = qkv.dtype
-        qkv = qkv.view(batch, seq, -1, self.head_dim)  # (batch, seq, heads + 2 kv_heads, head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = qkv.float().split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 2)
-            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), 2)
-        rotated = rotate(qkv, rope)  # f32
-        if dtype != torch.float32:
-            rotated = rotated.to(dtype)
-        q = rotated[:, :, : self.heads]  # (batch, seq, heads, head_dim)
-        kv = rotated[:, :, self.heads :]  # (batch, seq, 2 kv_heads, head_dim)
-        if slot is None:
-            k, v = kv.transpose(1, 2).chunk(2, 1)
-            out = attend(q, k, v, 0)
-        else:
-            slot.write(kv)
-            out = attend(q, slot.keys, slot.values, slot.start)
-        added: Tensor = self.o_proj(out if out.dtype == dtype else out.to(dtype))
-        return added.float()  # (batch, seq, hidden)
+        self.o_proj: nn.Module = Linear(region.heads * region.head_dim, config.hidden_size, config.o_bias)
+        self.q_norm = RMSNorm(region.head_dim, config.rms_norm_eps) if region.qk_norm else None
+        self.k_norm = RMSNorm(region.head_dim, config.rms_norm_eps) if region.qk_norm else None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """Causal attention of queries at positions start … over keys at positions 0 …
+class GatedMlpWeights(nn.Module):
+    """Those of an MLP region: gate and up as one matrix, gate first, and the down projection."""
 
-    Args:
-        q: shape (batch, queries, heads, head_dim).
-        k: shape (batch, kv_heads, start + queries, head_dim); v alike.
-        start: position of the first query.
-
-    Returns:
-        shape (batch, queries, heads * head_dim), in the dtype of the keys.
-    """
-    batch, queries, heads, head_dim = q.shape
-    if q.dtype != k.dtype:
-        q = q.to(k.dtype)
-    if queries == 1:  # the heads of a group see the same keys, so they can be the query rows of their KV head
-        grouped = q.view(batch, k.shape[1], heads // k.shape[1], head_dim)
-        return F.scaled_dot_product_attention(grouped, k, v).reshape(batch, 1, heads * head_dim)
-    q = q.transpose(1, 2)  # (batch, heads, queries, head_dim)
-    if start == 0:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    else:
-        mask = torch.ones(queries, start + queries, dtype=torch.bool, device=q.device).tril(start)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return out.transpose(1, 2).reshape(batch, queries, heads * head_dim)
-
-
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one matrix, gate first."""
-
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, region: GatedMlp) -> None:
         super().__init__()
-        self.columns = config.intermediate_size
-        self.gate_up_proj: nn.Module = Linear(config.hidden_size, 2 * self.columns, config.mlp_bias)
-        self.down_proj: nn.Module = Linear(self.columns, config.hidden_size, config.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).split_with_sizes((self.columns, self.columns), -1)
-        added: Tensor = self.down_proj(F.silu(gate) * up)
-        return added.float()  # (batch, seq, hidden)
+        self.gate_up_proj: nn.Module = Linear(config.hidden_size, 2 * region.columns, config.mlp_bias)
+        self.down_proj: nn.Module = Linear(region.columns, config.hidden_size, config.mlp_bias)
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and MLP around the f32 residual stream."""
+    """The weights that regions name, and the regions applied to tensors."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, regions: Sequence[Region]) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config)
-        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config)
+        self.regions = tuple(regions)
+        for region in self.regions:
+            self.add_module(region.norm, RMSNorm(config.hidden_size, config.rms_norm_eps))
+            held = AttentionWeights if isinstance(region, Attention) else GatedMlpWeights
+            self.add_module(region.side, held(config, region))  # type: ignore[arg-type]  # of its own kind
 
     def forward(self, h: Tensor, rope: Rope, slot: KVSlot | None) -> Tensor:
-        h = h + self.attention(self.input_norm(h), rope, slot)
-        after: Tensor = h + self.mlp(self.post_norm(h))
-        return after
+        ops = Eager(self, rope, slot)
+        for region in self.regions:
+            h = region.run(ops, h)
+        return h
 
 
 class Decoder(nn.Module):
@@ -229,7 +168,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embed: nn.Module = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = Rotary(config, config.max_position_embeddings if max_seq is None else max_seq)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config, regions) for regions in layers_of(config))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:

@@ -27,7 +27,6 @@ from hostring.integrations.llm.model.qwen import linear
 from hostring.integrations.llm.model.shards import ShardPlan
 
 Call = Callable[[], object]
-Rows = Callable[[Tensor], Tensor]
 
 
 class Summing(Protocol):
@@ -40,8 +39,7 @@ class HiddenReducer:
     """Adds up the ranks' partial hidden states in f32.
 
     On a CPU, decoding always passes its single row through the same buffer, so that the group prepares its messages
-    once.
-    What lies on another device is staged by the group.
+    once. What lies on another device is staged by the group.
 
     Attributes:
         comm: the group.
@@ -55,7 +53,7 @@ class HiddenReducer:
         self.clock = Clock()
         self.row = torch.empty(1, hidden_size)
         self._row_array = self.row.numpy()
-        self._reduce_eagerly: Rows = self._reduce
+        self._reduce_eagerly: Callable[[Tensor], Tensor] = self._reduce
 
     def __call__(self, partial: Tensor) -> Tensor:
         """Sum over ranks, in place. partial: (..., hidden), f32, contiguous."""
@@ -118,26 +116,20 @@ def _one_thread() -> bool:
 
 def product(x: Tensor, columns: Tensor, y: Tensor) -> Call:
     """A call that writes x times `columns` into y, all f32. x: (1, inputs); columns: (inputs, outputs)."""
-    # One thread reads a streamed matrix 10 to 35 % faster in numpy. More than one, and numpy's idle threads spin on
-    # the cores
-    # that torch's need, and the other way round: decoding with two was 7 times slower.
+    # One thread reads a streamed matrix 10 to 35 % faster in numpy. With more threads, numpy's idle ones spin on the
+    # cores that torch's need, and the other way round: decoding with two was 7 times slower.
     if _one_thread():
         return partial(np.dot, x.numpy()[0], columns.numpy(), out=y.numpy()[0])
     return partial(torch.mm, x, columns, out=y)
 
 
-def _bound(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> Call:
-    """A call that writes x Wᵀ + b into y."""
+def _bound(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> list[Call]:
+    """Calls that write x Wᵀ + b into y, all f32."""
     multiply = product(x, weight.detach().t(), y)
     if bias is None:
-        return multiply
-    addend, total, add = bias.detach().numpy(), y.numpy()[0], np.add
-
-    def apply() -> None:
-        multiply()
-        add(total, addend, out=total)
-
-    return apply
+        return [multiply]
+    total = y.numpy()[0]
+    return [multiply, partial(np.add, total, bias.detach().numpy(), out=total)]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -157,16 +149,18 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)  # (..., local outputs)
 
-    def bind_row(self) -> Rows:
-        """The same for one row, shape (1, inputs), f32, with nothing left to look up."""
-        columns, dtype, bias, mm = self.weight.detach().t(), self.weight.dtype, self.bias, torch.mm
-        if bias is not None:
-            return lambda x: torch.addmm(bias, x.to(dtype), columns)
-        return lambda x: mm(x.to(dtype), columns)
+    def bind(self, x: Tensor, y: Tensor, rounded: Tensor) -> list[Call]:
+        """Calls that write `forward(x)` of one row into y.
 
-    def bind_buffers(self, x: Tensor, y: Tensor) -> Call:
-        """A call that writes `forward(x)` into y, all f32. x: (1, inputs); y: (1, local outputs)."""
-        return _bound(x, self.weight, self.bias, y)
+        Args:
+            x: (1, inputs), f32. y: (1, local outputs), in the dtype of the weights.
+            rounded: scratch for x in that dtype.
+        """
+        if y.dtype == torch.float32:
+            return _bound(x, self.weight, self.bias, y)
+        columns, bias = self.weight.detach().t(), self.bias
+        multiply = torch.mm if bias is None else partial(torch.addmm, bias.detach())
+        return [partial(rounded.copy_, x), partial(multiply, rounded, columns, out=y)]
 
 
 class RowParallelLinear(nn.Module):
@@ -205,28 +199,10 @@ class RowParallelLinear(nn.Module):
             sums += self.bias
         return sums.view(*x.shape[:-1], -1)
 
-    def bind_row(self) -> Rows:
-        """The same for one row, shape (1, inputs). The result is the reducer's buffer, valid until the next call."""
-        dtype, row, inputs = self.dtype, self.reducer.row, torch.empty(1, self.weight.shape[1])
-        run = self.bind_buffers(inputs)
-
-        def apply(x: Tensor) -> Tensor:
-            inputs.copy_(x.to(dtype))
-            run()
-            return row
-
-        return apply
-
-    def bind_buffers(self, x: Tensor) -> Call:
-        """A call that writes `forward(x)` into the row of the reducer. x: (1, inputs), f32 values rounded to the
-        dtype."""
-        multiply, reduce_row = _bound(x, self.weight, self.bias, self.reducer.row), self.reducer.reduce_row
-
-        def apply() -> None:
-            multiply()
-            reduce_row()
-
-        return apply
+    def bind(self, x: Tensor) -> list[Call]:
+        """Calls that write `forward(x)` of one row into the row of the reducer. x: (1, inputs), f32 values rounded to
+        the dtype."""
+        return [*_bound(x, self.weight, self.bias, self.reducer.row), self.reducer.reduce_row]
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -249,9 +225,8 @@ class VocabParallelEmbedding(nn.Module):
         if n_rows == 0:
             return self.reducer(torch.zeros(*tokens.shape, width, device=self.weight.device))
         local = tokens - self.first
-        nearest = local.clamp(
-            0, n_rows - 1
-        )  # and not only those that are here: an accelerator would have to say how many first
+        # All of them, and not only those that are here: an accelerator would have to say how many those are first.
+        nearest = local.clamp(0, n_rows - 1)
         rows = F.embedding(nearest, self.weight).float()  # (batch, seq, hidden)
         return self.reducer(torch.where((local == nearest).unsqueeze(-1), rows, 0.0))
 

@@ -1,4 +1,4 @@
-"""What one rank runs when it decodes packed: the counterpart of `ShardedModel`."""
+"""Forward passes of a rank with the blocks of a GGUF file as they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hostring import Comm
 from hostring.integrations.llm.checkpoint.checkpoint import Checkpoint
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
 from hostring.integrations.llm.model.audit import StreamAudit
-from hostring.integrations.llm.model.config import ModelConfig
+from hostring.integrations.llm.model.local_model import LocalModel, Rows
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
 from hostring.integrations.llm.packed.cache import PackedCache
@@ -23,66 +23,48 @@ from hostring.integrations.llm.packed.units import Tree, folded
 
 
 @dataclass
-class PackedModel:
-    """What one rank runs.
+class PackedForward:
+    """See `Forward`. It is also the `Sums` of its caches.
 
     Attributes:
         decoder: weights as they are in the file, and how its graphs are built.
-        config: the whole model. plan: who holds what.
-        reducer: where partial sums are added up.
-        max_seq: positions that a cache holds.
     """
 
     decoder: PackedDecoder
-    config: ModelConfig
-    plan: ShardPlan
-    comm: Comm
     reducer: HiddenReducer
-    max_seq: int
+    compute: str = field(default="packed", init=False)
     compiled: bool = field(default=False, init=False)
-    dtype: torch.dtype = field(default=torch.float32, init=False)  # of what enters the reductions
+    dtype: torch.dtype = field(default=torch.float32, init=False)
     device: torch.device = field(default=torch.device("cpu"), init=False)
 
     @property
     def nbytes_held(self) -> int:
-        """Bytes of the file that this rank holds, mapped or copied."""
+        """See `Forward`."""
         return self.decoder.nbytes_held
 
     @property
     def reduced_elements(self) -> list[int]:
-        """Elements of each reduction of one row's step, in order."""
-        width = self.config.hidden_size
-        return [fold.n_slots * width for fold in self.decoder.folds] * self.config.num_hidden_layers
+        """See `Forward`."""
+        config = self.decoder.config
+        return [fold.n_slots * config.hidden_size for fold in self.decoder.folds] * config.num_hidden_layers
 
-    def new_cache(self, batch: int = 1) -> PackedCache:
-        """An empty KV cache for the heads that live here, in float16.
+    def new_cache(self, batch: int, max_seq: int) -> PackedCache:
+        """See `Forward`. Keys and values are in float16.
 
         Raises:
             ValueError: more than one sequence.
         """
         if batch != 1:
-            raise ValueError(f"a packed decoder runs one sequence at a time, not {batch}; use compute='exact'")
-        return PackedCache(self.decoder, self.max_seq)
-
-    def move_to(self, comm: Comm) -> None:
-        """Go on in a rebuilt group, with the weights that are here.
-
-        Raises:
-            ValueError: this rank is another one there, or there are more or fewer: it would need other slices.
-        """
-        old = self.comm
-        if (comm.rank, comm.world_size) != (old.rank, old.world_size):
-            was, now = f"rank {old.rank} of {old.world_size}", f"rank {comm.rank} of {comm.world_size}"
-            raise ValueError(f"this part of the model is that of {was}, the group makes this {now}; load it again")
-        self.comm = self.reducer.comm = comm
+            raise ValueError(f"a packed cache holds one sequence, not {batch}; make one for each, or compute exact")
+        return PackedCache(self.decoder, max_seq)
 
     def step(self, tokens: Tensor, cache: PackedCache) -> Tensor:
-        """Feed tokens, shape (1, seq); returns this rank's logits of the last one, shape (1, local vocabulary), f32."""
-        clock = self.reducer.clock
-        clock.start()
-        logits = torch.from_numpy(cache.step(tokens[0].tolist(), self))
-        clock.stop()
-        return logits
+        """See `LocalModel.step`."""
+        return torch.from_numpy(cache.step(tokens[0].tolist(), self))
+
+    def step_rows(self, rows: Rows) -> Tensor:
+        """See `LocalModel.step_rows`."""
+        return torch.from_numpy(np.concatenate([cache.step(ids, self).copy() for cache, ids in rows]))
 
     def begin(self, x: npt.NDArray[np.float32]) -> None:
         """See `Sums`."""
@@ -108,7 +90,7 @@ def build_packed(
     hash_activations: bool = False,
     threads: int | None = None,
     beside_exact: bool = False,
-) -> PackedModel:
+) -> LocalModel:
     """Map this rank's part of a GGUF file, and check the kernels on its own blocks.
 
     Args:
@@ -134,4 +116,5 @@ def build_packed(
     max_seq = min(config.max_position_embeddings, 4096) if max_seq is None else max_seq
     checkpoint.bytes_read += decoder.nbytes_held
     audit = StreamAudit(2 * config.num_hidden_layers) if hash_activations else None
-    return PackedModel(decoder, config, plan, comm, HiddenReducer(comm, config.hidden_size, audit), max_seq)
+    reducer = HiddenReducer(comm, config.hidden_size, audit)
+    return LocalModel(PackedForward(decoder, reducer), config, plan, comm, reducer, max_seq)

@@ -1,0 +1,107 @@
+"""The operations of a layer by torch, on any number of sequences and rows: computed at once, differentiable,
+compilable."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hostring.integrations.llm.model.cache import KVSlot
+from hostring.integrations.llm.model.regions import Attention, GatedMlp, Region
+
+Rope = tuple[Tensor, Tensor]
+
+
+class Eager:
+    """See `Operations`. The residual stream and the norms are f32 whatever the weights are.
+
+    Args:
+        layer: holds the modules that regions name.
+        rope: tables of the new positions.
+        slot: the layer's part of the cache; None attends to the new positions alone.
+    """
+
+    def __init__(self, layer: nn.Module, rope: Rope, slot: KVSlot | None) -> None:
+        self.layer, self.rope, self.slot = layer, rope, slot
+
+    def norm(self, h: Tensor, region: Region) -> Tensor:
+        """Shape (batch, seq, hidden), f32."""
+        found: Tensor = getattr(self.layer, region.norm)(h)
+        return found
+
+    def project(self, x: Tensor, region: Region) -> Tensor:
+        """Shape (batch, seq, outputs), in the dtype of the weights."""
+        found: Tensor = getattr(getattr(self.layer, region.side), region.first)(x)
+        return found
+
+    def norm_heads(self, heads: Tensor, region: Attention) -> Tensor:
+        """Shape (batch, seq, heads + 2 kv_heads, head_dim), f32."""
+        side = getattr(self.layer, region.side)
+        q, k, v = _by_head(heads, region).float().split_with_sizes((region.heads, region.kv_heads, region.kv_heads), 2)
+        return torch.cat((side.q_norm(q), side.k_norm(k), v), 2)
+
+    def turn(self, heads: Tensor, region: Attention) -> Tensor:
+        """Shape (batch, seq, heads + 2 kv_heads, head_dim), rounded to the dtype of the weights."""
+        turned = rotate(_by_head(heads, region), self.rope)
+        dtype: torch.dtype = getattr(getattr(self.layer, region.side), region.first).weight.dtype
+        return turned if dtype == torch.float32 else turned.to(dtype)
+
+    def attend(self, heads: Tensor, region: Attention) -> Tensor:
+        """Shape (batch, seq, heads * head_dim), in the dtype of the heads."""
+        q = heads[:, :, : region.heads]  # (batch, seq, heads, head_dim)
+        kv = heads[:, :, region.heads :]  # (batch, seq, 2 kv_heads, head_dim)
+        if self.slot is None:
+            k, v = kv.transpose(1, 2).chunk(2, 1)
+            out = attend(q, k, v, 0)
+        else:
+            self.slot.write(kv)
+            out = attend(q, self.slot.keys, self.slot.values, self.slot.start)
+        return out if out.dtype == heads.dtype else out.to(heads.dtype)
+
+    def gate(self, gate_up: Tensor, region: GatedMlp) -> Tensor:
+        """Shape (batch, seq, columns), in the dtype of the weights."""
+        gate, up = gate_up.split_with_sizes((region.columns, region.columns), -1)
+        return F.silu(gate) * up
+
+    def add_sum(self, h: Tensor, x: Tensor, region: Region) -> Tensor:
+        """Shape (batch, seq, hidden), f32."""
+        added: Tensor = getattr(getattr(self.layer, region.side), region.last)(x)
+        return h + added.float()
+
+
+def _by_head(heads: Tensor, region: Attention) -> Tensor:
+    batch, seq = heads.shape[:2]
+    return heads.view(batch, seq, region.heads + 2 * region.kv_heads, region.head_dim)
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotate heads to their positions, in f32. x: (batch, seq, heads, head_dim)."""
+    swapped = x.view(*x.shape[:-1], 2, x.shape[-1] // 2).flip(-2).view(x.shape)
+    return torch.addcmul(x * rope[0], swapped, rope[1])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """Causal attention of queries at positions start … over keys at positions 0 …
+
+    Args:
+        q: shape (batch, queries, heads, head_dim).
+        k: shape (batch, kv_heads, start + queries, head_dim); v alike.
+        start: position of the first query.
+
+    Returns:
+        shape (batch, queries, heads * head_dim), in the dtype of the keys.
+    """
+    batch, queries, heads, head_dim = q.shape
+    if q.dtype != k.dtype:
+        q = q.to(k.dtype)
+    if queries == 1:  # the heads of a group see the same keys, so they can be the query rows of their KV head
+        grouped = q.view(batch, k.shape[1], heads // k.shape[1], head_dim)
+        return F.scaled_dot_product_attention(grouped, k, v).reshape(batch, 1, heads * head_dim)
+    q = q.transpose(1, 2)  # (batch, heads, queries, head_dim)
+    if start == 0:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    else:
+        mask = torch.ones(queries, start + queries, dtype=torch.bool, device=q.device).tril(start)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2).reshape(batch, queries, heads * head_dim)

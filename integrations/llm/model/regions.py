@@ -1,0 +1,91 @@
+"""What a decoder layer is: its regions in order, each from the norm of the residual stream to a sum over the ranks.
+
+This is written once. Whoever computes brings the operations: torch on tensors of any shape (`eager.py`), calls over
+fixed buffers for one row (`one_row.py`), or nodes of ggml graphs (`packed/regions.py`). An operation may compute at
+once, or note what is to be computed; a region can't tell. Architectures differ in what `layers_of` returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, TypeVar
+
+from hostring.integrations.llm.model.config import ModelConfig
+
+X = TypeVar("X")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Queries, keys and values, attention over the cache, and the output projection.
+
+    Attributes:
+        heads, kv_heads, head_dim: of this rank.
+        qk_norm: queries and keys are normalised before they are turned to their positions.
+        norm, side, first, last: where its weights are: the norm, and the matrices `side.first` and `side.last`.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qk_norm: bool
+    norm: str = "input_norm"
+    side: str = "attention"
+    first: str = "qkv_proj"
+    last: str = "o_proj"
+
+    def run(self, ops: Operations[X], h: X) -> X:
+        """The residual stream after this region; h: before it."""
+        heads = ops.project(ops.norm(h, self), self)
+        if self.qk_norm:
+            heads = ops.norm_heads(heads, self)
+        return ops.add_sum(h, ops.attend(ops.turn(heads, self), self), self)
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """down(silu(gate(x)) * up(x)), with `columns` of the model's on this rank; the names as in `Attention`."""
+
+    columns: int
+    norm: str = "post_norm"
+    side: str = "mlp"
+    first: str = "gate_up_proj"
+    last: str = "down_proj"
+
+    def run(self, ops: Operations[X], h: X) -> X:
+        """The residual stream after this region; h: before it."""
+        return ops.add_sum(h, ops.gate(ops.project(ops.norm(h, self), self), self), self)
+
+
+Region: TypeAlias = Attention | GatedMlp
+
+
+class Operations(Protocol[X]):
+    """How one layer computes. X stands for what operations pass on: a tensor, a buffer, or nodes of a graph."""
+
+    def norm(self, h: X, region: Region) -> X:
+        """RMSNorm of the residual stream."""
+
+    def project(self, x: X, region: Region) -> X:
+        """x times the region's first matrices, with their biases."""
+
+    def norm_heads(self, heads: X, region: Attention) -> X:
+        """RMSNorm of each query and each key."""
+
+    def turn(self, heads: X, region: Attention) -> X:
+        """Queries and keys turned to their positions."""
+
+    def attend(self, heads: X, region: Attention) -> X:
+        """Write the new keys and values, and attend to all."""
+
+    def gate(self, gate_up: X, region: GatedMlp) -> X:
+        """silu(gate) * up."""
+
+    def add_sum(self, h: X, x: X, region: Region) -> X:
+        """h plus the sum over all ranks of x times the region's last matrix."""
+
+
+def layers_of(config: ModelConfig) -> list[tuple[Region, ...]]:
+    """The regions of each layer. config: shapes of the whole model, or of a rank's part of it."""
+    attention = Attention(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.qk_norm)
+    return [(attention, GatedMlp(config.intermediate_size))] * config.num_hidden_layers
