@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hostring import Comm
-from hostring.integrations.llm.compute import Cache, stay
+from hostring.integrations.llm.compute import stay
 from hostring.integrations.llm.generate import Model, load_model
+from hostring.integrations.llm.model.cache import Cache
 from hostring.integrations.llm.model.sampling import local_candidates
-from hostring.integrations.llm.packed.model import PackedModel
 from hostring.integrations.llm.serve.options import ServeOptions
 from hostring.integrations.llm.serve.steps import FROM_PROMPT, Admission, Row, plan_width
 
@@ -63,8 +63,8 @@ class RankPart:
     @property
     def computes_in(self) -> str:
         """For people: "packed", or the dtype."""
-        part = self.model.sharded
-        return "packed" if isinstance(part, PackedModel) else str(part.dtype).removeprefix("torch.")
+        forward = self.model.sharded.forward
+        return "packed" if forward.compute == "packed" else str(forward.dtype).removeprefix("torch.")
 
     def _load(self, comm: Comm, packed_ranks: Sequence[bool] | None) -> Model:
         job = self._options.job
@@ -137,8 +137,9 @@ class RankPart:
     def report(self) -> dict[str, Any]:
         """What this rank is, and what it has done so far: counters only ever grow."""
         part, counters = self.model.sharded, self.comm.counters.snapshot()
-        held = {"bytes_held": part.nbytes_held, "kv_bytes": sum(_nbytes(slot.cache) for slot in self._slots.values())}
-        who = {"rank": self.comm.rank, "device": str(part.device), "dtype": self.computes_in}
+        kv_bytes = sum(_nbytes(slot.cache) for slot in self._slots.values())
+        held = {"bytes_held": part.forward.nbytes_held, "kv_bytes": kv_bytes}
+        who = {"rank": self.comm.rank, "device": str(part.forward.device), "dtype": self.computes_in}
         seconds = {**counters["seconds"], "compute": part.reducer.clock.seconds}
         return {**who, **held, "seconds": seconds, "sent": counters["payload_sent"]}
 
