@@ -21,7 +21,7 @@ LAYERS = (
     ("topologies", "store"),
     ("group",),
     ("engine",),
-    ("cost",),
+    ("cost", "tracing"),
     ("tuning", "launch"),
     ("comm",),
     ("rendezvous",),

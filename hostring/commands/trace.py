@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _WORDS = ("collective", "schedule", "dtype")
 _COLUMNS = ("#", *_WORDS, "elements", "sent", "received", "us", "waited us", "for rank")
 
-_ROW = {"seq", "collective", "schedule", "dtype", "n_elements", "sent", "received", "seconds", "wait", "waited_for"}
+_ROW = {
+    "seq", "collective", "schedule", "dtype", "n_elements", "sent", "received", "started", "seconds", "wait",
+    "waited_for",
+}  # fmt: skip
 
 
 def add(app: typer.Typer) -> None:
@@ -20,27 +26,45 @@ def add(app: typer.Typer) -> None:
 
 def trace(
     files: Annotated[
-        list[Path], typer.Argument(help="Files, or the directory, that ranks wrote with HOSTRING_DUMP=DIR.")
-    ],
+        list[Path] | None, typer.Argument(help="Files, or the directory, that ranks wrote with HOSTRING_DUMP=DIR.")
+    ] = None,
+    merge: Annotated[
+        Path | None,
+        typer.Option(help="Put all ranks of this directory on one time line: who delayed whom, and the critical path."),
+    ] = None,
     chrome: Annotated[Path | None, typer.Option(help="Write a trace for chrome://tracing or Perfetto here.")] = None,
     last: Annotated[int, typer.Option(min=1, help="How many operations of each rank to list.")] = 10,
 ) -> None:
-    """Show each rank's last operations, and for whom it waited."""
-    from rich.table import Table
+    """Show each rank's last operations, and for whom it waited.
 
-    from hostring.command_line import check_output, console, show_table
+    With --merge, the ranks' clocks are compared by the calls that all of them recorded: no rank can end an all_reduce
+    before all have begun it. Each delay is told once, with the rank where it began.
+    """
+    from hostring.command_line import check_output, console
+    from hostring.commands.merged_trace import merge as merge_ranks
     from hostring.engine.recorder import chrome_trace
 
-    documents = [
-        _read(path)
-        for given in files
-        for path in (sorted(given.glob("hostring-*.json")) if given.is_dir() else [given])
-    ]
-    if not documents:
-        raise ValueError(f"no hostring-*.json in {', '.join(map(str, files))}; run the ranks with HOSTRING_DUMP=DIR")
+    given = [*(files or []), *([] if merge is None else [merge])]
+    if not given:
+        raise ValueError("name files, or the directory that ranks wrote with HOSTRING_DUMP=DIR; --merge DIR joins them")
+    documents = _read_all(given)
     if chrome is not None:
         check_output(chrome, "--chrome")
     out = console()
+    if merge is not None:
+        documents = merge_ranks(documents, out, last)
+    else:
+        _print_each(documents, out, last)
+    if chrome is not None:
+        chrome.write_text(json.dumps(chrome_trace(documents)), encoding="utf-8")
+        out.print(f"{sum(len(d['operations']) for d in documents)} operations of {len(documents)} ranks in {chrome}")
+
+
+def _print_each(documents: list[dict[str, Any]], out: Console, last: int) -> None:
+    from rich.table import Table
+
+    from hostring.command_line import show_table
+
     for document in documents:
         title = f"{document['group']}, rank {document['rank']} of {document['world_size']}"
         table = Table(title=title, title_justify="left", caption=document["failure"], caption_justify="left")
@@ -53,9 +77,13 @@ def trace(
             figures = (str(row[name]) for name in ("n_elements", "sent", "received"))
             table.add_row(str(row["seq"]), *words, *figures, *times, late)
         show_table(out, table)
-    if chrome is not None:
-        chrome.write_text(json.dumps(chrome_trace(documents)), encoding="utf-8")
-        out.print(f"{sum(len(d['operations']) for d in documents)} operations of {len(documents)} ranks in {chrome}")
+
+
+def _read_all(given: list[Path]) -> list[dict[str, Any]]:
+    paths = [p for name in given for p in (sorted(name.glob("hostring-*.json")) if name.is_dir() else [name])]
+    if not paths:
+        raise ValueError(f"no hostring-*.json in {', '.join(map(str, given))}; run the ranks with HOSTRING_DUMP=DIR")
+    return [_read(path) for path in paths]
 
 
 def _read(path: Path) -> dict[str, Any]:

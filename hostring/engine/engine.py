@@ -75,11 +75,13 @@ class Engine:
                 pipe.waited += came - sent
                 late = i.peer
             if n != size or unsent or not frame.startswith(i.header, at):
-                came += self._rest(direct, i, n, Buffers(data, data), unsent, seq, started, timeout)
+                rest = self._rest(direct, i, n, Buffers(data, data), unsent, seq, started, timeout)
+                late = rest.latest if rest.longest > came - sent else late
+                came += rest.waited
                 break
         else:
             if unsent:
-                came += self._rest(direct, None, 0, Buffers(data, data), unsent, seq, started, timeout)
+                came += self._rest(direct, None, 0, Buffers(data, data), unsent, seq, started, timeout).waited
         arrived = perf_counter()
         for cast in direct.casts:
             cast()
@@ -109,11 +111,8 @@ class Engine:
     def _rest(
         self, direct: Direct, at: Incoming | None, n: int, b: Buffers, unsent: list[tuple[Pipe, Unsent]], seq: int,
         started: float, timeout: float,
-    ) -> float:  # fmt: skip
-        """Finish an exchange in which the messages before `at` are there, and `n` bytes of `at`.
-
-        Returns seconds of waiting.
-        """
+    ) -> Exchange:  # fmt: skip
+        """Finish an exchange in which the messages before `at` are there, and `n` bytes of `at`. Returns it."""
         stage = direct.stage
         direct.binding.seq = seq
         pending = [] if at is None else stage.incoming[stage.incoming.index(at) :]
@@ -131,7 +130,7 @@ class Engine:
             for i in stage.incoming:
                 if i.side is not None:
                     i.convert(b)
-        return exchange.waited
+        return exchange
 
     def run(self, program: Program, b: Buffers, seq: int, timeout: float, started: float) -> None:
         """Run `program` on the caller's buffers.
@@ -153,9 +152,8 @@ class Engine:
         binding.seq = seq
         for header in binding.headers:
             _set_seq(header, SEQ_OFFSET, seq)
-        folding = waiting = 0.0
-        sent = received = 0
-        late = -1
+        folding = waiting = longest = 0.0
+        sent, received, late = 0, 0, -1
         for stage in program.stages:
             nbytes, unsent = _send(stage, b)
             sent += nbytes
@@ -166,7 +164,8 @@ class Engine:
                 )
                 exchange.run()
                 waiting += exchange.waited
-                late, done = exchange.late if exchange.late >= 0 else late, exchange.steps_done
+                longest, late = max((longest, late), (exchange.longest, exchange.latest))
+                done = exchange.steps_done
                 received += sum([i.size - HEADER_BYTES for i in stage.incoming])
             if done < len(stage.steps):
                 before = perf_counter()

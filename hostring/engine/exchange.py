@@ -41,7 +41,8 @@ class Exchange:
     Attributes:
         fold_early: fold and convert what is complete while the rest is on its way.
         waited: seconds in which nothing came.
-        late: whom it waited for last; None when it did not.
+        late: whom it waits for, or waited for last; -1 when it did not. longest: of those, its longest wait in seconds.
+        latest: whom it waited for so long.
         steps_done: how many of the stage's steps were folded.
     """
 
@@ -57,6 +58,8 @@ class Exchange:
     fold_early: bool = True
     waited: float = 0.0
     late: int = -1
+    longest: float = 0.0
+    latest: int = -1
     steps_done: int = 0
     _idle_since: float = 0.0
     _waits_on: Pipe | None = field(default=None, repr=False)
@@ -132,6 +135,8 @@ class Exchange:
         seconds = perf_counter() - self._idle_since
         self.waited += seconds
         pipe.waited += seconds
+        if seconds > self.longest:
+            self.longest, self.latest = seconds, pipe.link.peer
         self._waits_on = None
 
     def _arm(self) -> select.poll:

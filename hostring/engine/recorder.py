@@ -22,8 +22,8 @@ KEPT: Final = 1000
 _EPOCH: Final = time.time() - perf_counter()  # what turns a perf_counter time into one that other machines know
 
 Entry = tuple[tuple[Call, str], int, float, float, float, float, int, tuple[int, int]]
-"""What it was (see `Program.subject`), seq, started, ended, seconds of waiting and of folding, the rank that was waited
-for, and (payload bytes sent, received)."""
+"""What it was (see `Program.subject`), seq, started, ended, seconds of waiting and of folding, the rank of the longest
+wait, and (payload bytes sent, received)."""
 
 
 class Recorder:
