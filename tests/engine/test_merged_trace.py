@@ -126,16 +126,17 @@ STOPPED = """
     import hostring
 
     with hostring.init() as comm:
-        x = np.ones(1000, np.float32)
-        for step in range(60):
-            if step == 30 and comm.rank == 1:
-                me = os.getpid()
-                script = f"kill -STOP {me}; sleep 0.2; kill -CONT {me}"
-                helper = subprocess.Popen(["sh", "-c", script])
+        x, over = np.ones(1000, np.float32), np.zeros(1, np.int32)
+        for _ in range(30):
+            comm.all_reduce(x)
+        if comm.rank == 1:
+            me = os.getpid()
+            helper = subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 0.2; kill -CONT {me}"])
+        while not over[0]:
             comm.all_reduce(x)
             time.sleep(0.001)
-        if comm.rank == 1:
-            helper.wait(10)
+            over[0] = comm.rank == 1 and helper.poll() is not None
+            comm.all_reduce(over, "max")
 """
 
 
