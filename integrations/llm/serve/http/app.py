@@ -11,17 +11,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from hostring.integrations.llm.serve.http.chat import chat_reply
 from hostring.integrations.llm.serve.http.completions import completion_reply
 from hostring.integrations.llm.serve.http.errors import RETRY_AFTER_S, ApiError, invalid, show
+from hostring.integrations.llm.serve.http.guard import Guard
+from hostring.integrations.llm.serve.http.metrics import Metrics
 from hostring.integrations.llm.serve.http.replies import Reply
 from hostring.integrations.llm.serve.http.service import Service
 
 MAX_BODY_BYTES = 8 << 20
 
 
-def make_app(service: Service) -> Starlette:
+def make_app(service: Service) -> ASGIApp:
     """The ASGI application of a server."""
 
     def answering(start: Callable[[dict[str, Any], Service], Reply]) -> Callable[[Request], Any]:
@@ -38,6 +41,11 @@ def make_app(service: Service) -> Starlette:
             raise ApiError(404, f"The model {name!r} does not exist", param="model", code="model_not_found")
         return JSONResponse(_model(service))
 
+    metrics = Metrics(service)
+
+    async def metrics_page(request: Request) -> Response:
+        return metrics.response()
+
     async def health(request: Request) -> Response:
         if why := service.scheduler.why_not:
             headers = {"Retry-After": str(RETRY_AFTER_S)}
@@ -51,9 +59,10 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/health", health),
+        Route("/metrics", metrics_page),
     ]
     handlers = {ApiError: show, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _failed}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), service.options, ())
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def completion_reply(body: dict[str, Any], service: Service) -> Reply:
     wanted = echo and (top is not None or limit == 0)
     requests: list[TextRequest] = []
     for ids in prompts:
-        requests += make_requests(shared, service, ids, limit, top_logprobs=top, prompt_logprobs=wanted)
+        requests += make_requests(shared, service, ids, limit, top_logprobs=top, prompt_logprobs=wanted, param="prompt")
     form = CompletionForm(service, [list(one.ids) for one in requests] if echo else None, len(requests), top)
     usage = Usage([len(ids) for ids in prompts], shared.n)
     answers = Answers(service.scheduler, requests)

@@ -86,23 +86,24 @@ def make_requests(
     *,
     top_logprobs: int | None = None,
     prompt_logprobs: bool = False,
+    param: str = "messages",
 ) -> list[TextRequest]:
     """The texts that are wanted for one prompt, each with a seed of its own.
 
     Args:
-        max_tokens: as many as the context holds when None.
+        max_tokens: as many as the context holds when None. param: the field that the prompt came from.
 
     Raises:
         ApiError: the prompt is empty or does not fit the context.
     """
     context = service.scheduler.max_seq
     if not ids:
-        raise invalid("prompt", "the prompt has no tokens; give some text", "empty_prompt")
+        raise invalid(param, "the prompt has no tokens; give some text", "empty_prompt")
     if len(ids) > context:
         raise invalid(
-            "messages",
-            f"This model's maximum context length is {context} tokens. However, your messages resulted in {len(ids)} "
-            "tokens. Please reduce the length of the messages.",
+            param,
+            f"This model's maximum context length is {context} tokens. However, your {param} resulted in {len(ids)} "
+            f"tokens. Please reduce the length of the {param}.",
             "context_length_exceeded",
         )
     room = context - len(ids) + 1

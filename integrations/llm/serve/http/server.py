@@ -10,6 +10,7 @@ from collections.abc import Collection
 import uvicorn
 
 from hostring.integrations.llm.serve.http.app import make_app
+from hostring.integrations.llm.serve.http.guard import TimedProtocol
 from hostring.integrations.llm.serve.http.service import Service
 
 MAX_HEADER_BYTES = 32 << 10
@@ -44,10 +45,10 @@ class HttpServer:
         """Answer requests from now on."""
         config = uvicorn.Config(
             make_app(service),
-            http="h11",
+            http=TimedProtocol,
             ws="none",
             lifespan="off",
-            log_level="warning",
+            log_level="error",
             access_log=False,
             server_header=False,
             timeout_keep_alive=int(_IDLE_S),
