@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,27 +107,32 @@ class RankPart:
         pieces: list[npt.NDArray[np.int32]] = []
         brought: list[Brought] = []
         start = 0
-        for row in rows:
-            slot = self._slots[row.slot]
-            logits = self._feed(slot, row)
-            if logits is not None:
-                pieces.append(self._candidates(logits[0], slot.n_candidates).ravel())
-                brought.append(Brought(row.slot, start, slot.n_candidates))
-                start += 2 * slot.n_candidates
+        if rows:
+            for row, logits in zip(rows, self._logits(rows), strict=True):
+                slot = self._slots[row.slot]
+                if row.token != FROM_PROMPT or slot.every or slot.fed == len(slot.ids):
+                    pieces.append(self._candidates(logits, slot.n_candidates).ravel())
+                    brought.append(Brought(row.slot, start, slot.n_candidates))
+                    start += 2 * slot.n_candidates
         found = np.zeros(max(start, plan_width(self._options.streams)), np.int32)
         if pieces:
             np.concatenate(pieces, out=found[:start])
         return found, brought
 
-    def _feed(self, slot: _Slot, row: Row) -> Tensor | None:
-        """Logits of the last position, shape (1, local vocabulary), where they are wanted."""
+    def _logits(self, rows: Sequence[Row]) -> Tensor:
+        """This rank's logits of each row's last position, shape (rows, local vocabulary)."""
+        feeds = [(self._slots[row.slot].cache, self._tokens(row)) for row in rows]
+        if len(feeds) > 1:
+            return self.model.sharded.step_rows(feeds)
+        cache, tokens = feeds[0]
+        return self.model.sharded.step(torch.tensor([tokens]), cache)
+
+    def _tokens(self, row: Row) -> Sequence[int]:
         if row.token != FROM_PROMPT:
-            tokens: Sequence[int] = (row.token,)
-        else:
-            tokens = slot.ids[slot.fed : slot.fed + row.positions]
-            slot.fed += row.positions
-        logits = self.model.sharded.step(torch.tensor([tokens]), slot.cache)
-        return logits if row.token != FROM_PROMPT or slot.every or slot.fed == len(slot.ids) else None
+            return (row.token,)
+        slot = self._slots[row.slot]
+        slot.fed += row.positions
+        return slot.ids[slot.fed - row.positions : slot.fed]
 
     def _candidates(self, logits: Tensor, n_candidates: int) -> npt.NDArray[np.int32]:
         unknown = self.model.rows_without_token
@@ -137,11 +143,17 @@ class RankPart:
     def report(self) -> dict[str, Any]:
         """What this rank is, and what it has done so far: counters only ever grow."""
         part, counters = self.model.sharded, self.comm.counters.snapshot()
+        rank, plan = self.comm.rank, part.plan
+        device = str(part.forward.device)
+        who = {"rank": rank, "device": device, "dtype": self.computes_in, "host": platform.node()}
         kv_bytes = sum(_nbytes(slot.cache) for slot in self._slots.values())
         held = {"bytes_held": part.forward.nbytes_held, "kv_bytes": kv_bytes}
-        who = {"rank": self.comm.rank, "device": str(part.forward.device), "dtype": self.computes_in}
+        share = {"kv_groups": len(plan.groups_of(rank)), "columns": len(plan.columns_of(rank))}
+        share["vocab"] = len(plan.vocab_of(rank))
         seconds = {**counters["seconds"], "compute": part.reducer.clock.seconds}
-        return {**who, **held, "seconds": seconds, "sent": counters["payload_sent"]}
+        links = {peer: link["payload_sent"] for peer, link in counters["links"].items()}
+        waited = {"waited_for": counters["waited_for"]}
+        return {**who, **held, **waited, "share": share, "seconds": seconds, "sent": links}
 
 
 def _nbytes(cache: Cache) -> int:

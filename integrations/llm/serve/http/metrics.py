@@ -52,7 +52,7 @@ class Metrics:
             rank = str(report["rank"])
             for phase, value in report["seconds"].items():
                 seconds.add_metric([rank, phase], value)
-            sent.add_metric([rank], report["sent"])
+            sent.add_metric([rank], sum(report["sent"].values()))
             held.add_metric([rank, "weights"], report["bytes_held"])
             held.add_metric([rank, "kv"], report["kv_bytes"])
         yield from (seconds, sent, held)
