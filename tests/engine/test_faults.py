@@ -22,15 +22,12 @@ import faulty_start
 import pytest
 from cut_networks import can_cut, network
 from fault_groups import (
-    CALL_SECONDS,
-    HOST_SECONDS,
     SECRET,
-    SLACK,
-    START_SECONDS,
     Cell,
     Outcome,
     run_processes,
     run_threads,
+    slowness,
     what_is_new,
     what_is_there,
 )
@@ -57,9 +54,6 @@ KINDS = {**DETECTED, **STALLED, "dead host": "PeerLostError"}
 def judge(cell: Cell, outcomes: list[Outcome]) -> list[str]:
     """What is wrong with the end of one group."""
     wrong = []
-    overloaded = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)  # then a process may wait a second for its turn alone
-    limit = (CALL_SECONDS if cell.starts else START_SECONDS) + SLACK * (2 if overloaded else 1)
-    limit = 5 * HOST_SECONDS if cell.fault == "dead host" else limit
     for rank, o in enumerate(outcomes):
         if cell.fault in HARMLESS:
             fine = not o.error and o.good == 3 and not o.left
@@ -67,7 +61,7 @@ def judge(cell: Cell, outcomes: list[Outcome]) -> list[str]:
             fine = o.error not in ("hangs", "") and not o.left
         else:
             kind = KINDS[cell.fault] if cell.starts else "RendezvousError"
-            fine = o.error == kind and o.named == cell.culprit and o.seconds < limit and not o.left
+            fine = o.error == kind and o.named == cell.culprit and o.seconds < cell.limit and not o.left
             fine = fine and (o.again == kind if cell.starts else True)
         if not fine:
             wrong.append(f"{cell.topology} x {cell.world_size}, rank {rank} (culprit {cell.culprit}): {o}")
@@ -97,7 +91,8 @@ def processes() -> multiprocessing.context.ForkServerContext:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", [*FATAL, *HARMLESS])
 def test_matrix(fault: str, phase: str, request: pytest.FixtureRequest) -> None:
-    cells = [Cell(fault, phase, topology, n) for topology in TOPOLOGIES for n in (3, 4)]
+    slow = slowness()
+    cells = [Cell(fault, phase, topology, n, slow) for topology in TOPOLOGIES for n in (3, 4)]
     with contextlib.ExitStack() as stack:
         networks: list[str | None] = [None] * len(cells)
         if fault == "blackhole":
@@ -121,7 +116,7 @@ def test_a_dead_host_is_noticed_long_before_the_deadline(processes: Any) -> None
     """Nothing comes from there, not even from its kernel: no deadline has to pass for that."""
     if why := can_cut():
         pytest.skip(why)
-    cells = [Cell("dead host", "first", topology, 3) for topology in TOPOLOGIES]
+    cells = [Cell("dead host", "first", topology, 3, slowness()) for topology in TOPOLOGIES]
     with contextlib.ExitStack() as stack:
         outcomes = run_processes(cells, [stack.enter_context(network()) for _ in cells], processes)
     wrong = [text for cell in cells for text in judge(cell, outcomes[cell])]
