@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hostring.integrations.llm.checkpoint.fields import Fields, naming
+from hostring.integrations.llm.checkpoint.hf_quantisation import layout_from_hf
 from hostring.integrations.llm.checkpoint.hf_rope import rope_from_hf
 from hostring.integrations.llm.model.config import ARCHITECTURES, ModelConfig
 
@@ -92,14 +93,7 @@ def _head_dim(fields: Fields, values: Mapping[str, Any], kind: str, hidden: int,
 
 
 def _refuse_unsupported(fields: Fields, kind: str) -> None:
-    if fields.get("quantization_config") is not None:
-        method = fields.get("quantization_config")
-        name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else method
-        raise ValueError(
-            f"{fields.source}: quantization_config says that the weights are quantised ({name!r}), which is "
-            f"not supported; "
-            "take the original checkpoint, or a GGUF file"
-        )
+    layout_from_hf(fields)
     if fields.get("hidden_act", "silu") not in _SILU:
         raise ValueError(
             f"{fields.source}: hidden_act {fields.get('hidden_act')!r} is not supported; the MLP is SwiGLU "

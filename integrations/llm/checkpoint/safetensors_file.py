@@ -11,9 +11,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hostring.integrations.llm.checkpoint.checkpoint import check_shape, check_tensors, missing
+from hostring.integrations.llm.checkpoint.fields import Fields
 from hostring.integrations.llm.checkpoint.hf_config import config_from_hf
+from hostring.integrations.llm.checkpoint.hf_quantisation import QuantisedLayout, layout_from_hf
 from hostring.integrations.llm.checkpoint.json_file import read_json
 from hostring.integrations.llm.checkpoint.layout import HEAD, TensorSlice
+from hostring.integrations.llm.checkpoint.quantised_matrix import QuantisedMatrix
 
 _DTYPES = ("F32", "F16", "BF16", "F64")
 _INDEX = "model.safetensors.index.json"
@@ -38,13 +41,19 @@ class SafetensorsCheckpoint:
         self._opened: dict[Path, Any] = {}
         self._files = self._find_tensors(file)
         self.config = config_from_hf(directory / "config.json", fields)
-        if HEAD in self._files:  # a head in the file counts, whatever the config says of tying: as in transformers 5
+        self._quantised: dict[str, QuantisedMatrix] = {}
+        layout = layout_from_hf(Fields(directory / "config.json", fields))
+        parts = self._open_quantised(layout) if layout is not None else set()
+        shapes = {name: self._shape(name) for name in self._files if name not in parts}
+        shapes |= {name: matrix.shape for name, matrix in self._quantised.items()}
+        if HEAD in shapes:  # a head in the file counts, whatever the config says of tying: as in transformers 5
             self.config = replace(self.config, tie_word_embeddings=False)
-        shapes = {name: self._shape(name) for name in self._files}
         check_tensors(directory, self.config, shapes, harmless=lambda n: n.endswith("rotary_emb.inv_freq"))
         self.bytes_read = 0
 
     def read(self, part: TensorSlice) -> Tensor:
+        if part.name in self._quantised and part.columns is not None:
+            return self._dequantised(self._quantised[part.name], part)
         file = self._files.get(part.name)
         if file is None:
             raise missing(self.directory, part.name, part.shape)
@@ -54,6 +63,23 @@ class SafetensorsCheckpoint:
         values: Tensor = tensor[rows] if part.columns is None else tensor[rows, part.columns.start : part.columns.stop]
         self.bytes_read += values.nbytes
         return values
+
+    def _dequantised(self, matrix: QuantisedMatrix, part: TensorSlice) -> Tensor:
+        check_shape(self.directory, part.name, part.shape, matrix.shape)
+        before = matrix.bytes_read
+        values = matrix.read(part.rows, part.columns or range(matrix.shape[1]))
+        self.bytes_read += matrix.bytes_read - before
+        return values
+
+    def _open_quantised(self, layout: QuantisedLayout) -> set[str]:
+        """Open the quantised matrices. Returns the names of all tensors that make them."""
+        parts: set[str] = set()
+        for stem in layout.stems(self._files):
+            names = {end: stem + end for end in layout.companions() if stem + end in self._files}
+            tensors = {end: self._tensor(name, self._files[name]) for end, name in names.items()}
+            self._quantised[f"{stem}weight"] = QuantisedMatrix(f"{self.directory}: {stem}weight", layout, tensors)
+            parts.update(names.values())
+        return parts
 
     def _find_tensors(self, file: Path | None) -> dict[str, Path]:
         """Tensor name to the file that holds it."""

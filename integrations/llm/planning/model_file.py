@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hostring.integrations.llm.checkpoint.fields import Fields
 from hostring.integrations.llm.checkpoint.gguf_config import config_from_gguf
 from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
 from hostring.integrations.llm.checkpoint.gguf_parts import read_parts
 from hostring.integrations.llm.checkpoint.hf_config import config_from_hf
+from hostring.integrations.llm.checkpoint.hf_quantisation import QuantisedLayout, layout_from_hf
 from hostring.integrations.llm.checkpoint.json_file import read_json
 from hostring.integrations.llm.checkpoint.locate import find_gguf
 from hostring.integrations.llm.model.config import ModelConfig
@@ -22,7 +24,7 @@ from hostring.integrations.llm.packed.plan import UnitPlan
 from hostring.integrations.llm.packed.weights import column_unit, unsupported
 
 MAX_HEADER_NBYTES = 100 << 20  # of one safetensors file, as its own library allows
-_ELEMENT_NBYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_ELEMENT_NBYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}
 _INDEX = "model.safetensors.index.json"
 
 
@@ -85,7 +87,9 @@ def read_model_file(path: str | Path) -> ModelFile:
     path = Path(path)
     directory = path if path.is_dir() else path.parent
     config = config_from_hf(directory / "config.json", read_json(directory / "config.json"))
+    layout = layout_from_hf(Fields(directory / "config.json", read_json(directory / "config.json")))
     sizes = _safetensors_sizes(directory, path if path.is_file() else None)
+    sizes = sizes if layout is None else _with_quantised(sizes, layout)
     config = replace(config, tie_word_embeddings="lm_head.weight" not in sizes)
     return _model_file(path, config, sizes, _HF, None, "only GGUF files hold weights that can be decoded packed")
 
@@ -175,6 +179,17 @@ def _safetensors_sizes(directory: Path, file: Path | None) -> dict[str, Matrices
             elements = math.prod(tensor["shape"])
             sizes[name] = Matrices(elements, elements * _ELEMENT_NBYTES[tensor["dtype"]])
     return sizes
+
+
+def _with_quantised(sizes: dict[str, Matrices], layout: QuantisedLayout) -> dict[str, Matrices]:
+    """The same with one entry for each quantised matrix: its elements, and the bytes of all tensors that make it."""
+    found = dict(sizes)
+    for stem in layout.stems(sizes):
+        parts = [found.pop(stem + end) for end in layout.companions() if stem + end in found]
+        numbers = sizes[stem + layout.numbers].elements
+        elements = numbers * 32 // layout.packed_bits if layout.packed_bits else numbers
+        found[f"{stem}weight"] = Matrices(elements, sum(part.nbytes for part in parts))
+    return found
 
 
 def _safetensors_header(file: Path) -> dict[str, Any]:
