@@ -60,8 +60,8 @@ Compute = Annotated[
 Plan = Annotated[
     str,
     typer.Option(
-        metavar="FILE|even|bytes",
-        help="Who holds what: a plan of `hostring plan model`; even shares; or as many bytes for every rank.",
+        metavar="FILE|auto|even|bytes",
+        help="Who holds what: a plan of `hostring plan model`; measured now; even; or as many bytes for every rank.",
     ),
 ]
 SameBits = Annotated[

@@ -14,11 +14,16 @@ _PLANNING = "hostring.integrations.llm.planning"
 
 ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file or a Hugging Face directory.")]
 Ranks = Annotated[
-    str, typer.Option(metavar="N|FILE", help="So many ranks that are alike, or a JSON file that describes them.")
+    str,
+    typer.Option(
+        metavar="N|FILE|live",
+        help="So many ranks that are alike; a JSON file that describes them; live: the ranks of this group, measured.",
+    ),
 ]
 Json = Annotated[str, typer.Option(metavar="FILE", help="Write the plan, for --plan of demo and generate.")]
 Compute = Annotated[str, typer.Option(help="packed, exact, or auto: packed where the file can be.")]
 Dtype = Annotated[str, typer.Option(help="Of exact ranks: float32, float16, bfloat16.")]
+Device = Annotated[str, typer.Option(help="What this rank computes on, with --ranks live: cpu, cuda, mps, auto.")]
 Memory = Annotated[
     str, typer.Option(metavar="SIZES", help="What ranks offer, as 300MB,100MB; one for all, or one per rank.")
 ]
@@ -42,6 +47,7 @@ def model(
     json: Json = "",
     compute: Compute = "auto",
     dtype: Dtype = "float32",
+    device: Device = "cpu",
     memory: Memory = "",
     max_seq: MaxSeq = None,
     tokens_per_s: TokensPerSecond = None,
@@ -51,6 +57,9 @@ def model(
     keep_all: KeepAll = False,
 ) -> None:
     """Share a model out over ranks, from its header alone: no weights are read.
+
+    With --ranks live, this is one rank of a launched group (`hostring launch -n 2 -m hostring plan model MODEL --ranks
+    live`). Each rank then times a few layers of the model and the links, and rank 0 prints.
 
     Prints regions, states and boundaries, bytes per rank, and the token budget. Every figure that was not measured says
     "predicted". The exit code is 1 when the wanted rate is infeasible.
@@ -82,6 +91,8 @@ def model(
 def _plan(options: dict[str, Any]) -> Any:
     """The choice for what the command line says."""
     ranks = options["ranks"]
+    if ranks == "live":
+        return _plan_live(options)
     same = ("compute", "dtype", "memory", "collective_us", "phase", "max_seq", "keep_all")
     return importlib.import_module(f"{_PLANNING}.ask").plan_for(
         options["path"],
@@ -90,6 +101,24 @@ def _plan(options: dict[str, Any]) -> Any:
         tie=options["level"],
         link_price=_link_price,
     )
+
+
+def _plan_live(options: dict[str, Any]) -> Any:
+    """The choice of this group's ranks, which are probed."""
+    import hostring
+
+    for name in ("memory", "collective_us"):
+        if options[name]:
+            raise ValueError(f"--{name.replace('_', '-')} can't be given with --ranks live, which measures it")
+    need("torch", "llm", "hostring plan model --ranks live")
+    same = ("compute", "dtype", "device", "phase", "max_seq", "keep_all")
+    with hostring.init() as comm:
+        choice = importlib.import_module(f"{_PLANNING}.live").plan_live(
+            comm, options["path"], **{name: options[name] for name in same}, tie=options["level"]
+        )
+        if comm.rank:
+            raise typer.Exit
+    return choice
 
 
 def _check(option: str, value: str, possible: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ from hostring import Comm
 from hostring.integrations.llm.compute import stay
 from hostring.integrations.llm.conversation import Conversation
 from hostring.integrations.llm.demo.job import Job
+from hostring.integrations.llm.demo.planned import plan_together
 from hostring.integrations.llm.generate import Generation, Model, load_model
 from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.sampling import Sampling
@@ -32,12 +33,12 @@ class RankModel:
     """
 
     def __init__(self, job: Job, comm: Comm, device: str = "cpu") -> None:
-        self.job, self.comm = job, comm
-        self.device = find_device(device)
+        self.comm, self.device = comm, find_device(device)
+        self.job = plan_together(job, comm, self.device)
         self.sampling = Sampling(job.temperature, job.top_k, job.top_p, job.seed)
         self._loaded: tuple[tuple[str, ...], Model] | None = None
         self._packed_ranks: Sequence[bool] | None = None  # of the group, once it has agreed
-        model = self.model(comm, job.dtypes)
+        model = self.model(comm, self.job.dtypes)
         self.continued = not model.tokenizer.templates.sources
         self.conversation = Conversation(model) if job.chat else None
 
@@ -76,6 +77,7 @@ class RankModel:
 
     def move_to(self, comm: Comm) -> None:
         """Go on in a rebuilt group; the weights stay where this rank is still the same."""
+        self.job = plan_together(self.job, comm, self.device)
         if self._loaded is not None and (comm.rank, comm.world_size) == (self.comm.rank, self.comm.world_size):
             self._packed_ranks = stay(self._loaded[1].sharded, comm)
             if self.job.same_bits:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hostring.integrations.llm.demo.job import Job
 from hostring.integrations.llm.demo.monitor import RankMonitor
+from hostring.integrations.llm.demo.probing import plan_before
 from hostring.integrations.llm.demo.process import PROGRAM, channel_environment
 from hostring.integrations.llm.demo.rejoin import how_to_rejoin, nobody_restarts
 from hostring.integrations.llm.demo.screen import Screen
@@ -35,18 +36,21 @@ def demo(job: Job) -> dict[str, Any]:
     from hostring import HostringError
 
     job = replace(job, devices=found_devices(job.devices))
+    settings = {
+        "HOSTRING_TOPOLOGY": job.topology,
+        "HOSTRING_ORDER": job.order,
+        "HOSTRING_TRANSPORT": "tcp",
+        "HOSTRING_TIMEOUT": str(job.timeout),
+        "OMP_NUM_THREADS": "1",
+    }
+    job, said = plan_before(job, settings)
     key = secrets.token_bytes(32)
     screen = Screen(job)
+    for line in said:
+        print(line, file=sys.stderr)
     with Listener(("127.0.0.1", 0), authkey=key, backlog=job.ranks) as listener:
         monitor = RankMonitor(listener, screen)
-        env = {
-            **channel_environment(job, listener.address[1], key),
-            "HOSTRING_TOPOLOGY": job.topology,
-            "HOSTRING_ORDER": job.order,
-            "HOSTRING_TRANSPORT": "tcp",
-            "HOSTRING_TIMEOUT": str(job.timeout),
-            "OMP_NUM_THREADS": "1",
-        }
+        env = {**channel_environment(job, listener.address[1], key), **settings}
         with screen:
             code = launch(["-m", PROGRAM], job.ranks, env=env, last_words=_LAST_WORDS_S, revival=monitor)
             result = monitor.finish()

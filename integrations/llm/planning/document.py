@@ -34,6 +34,7 @@ def document(choice: Choice, budget: Budget | None = None) -> dict[str, Any]:
         "shares": shares_json(plan),
         "ranks": [_rank(choice, rank) for rank in range(plan.world_size)],
         "left_out": [asdict(one) for one in choice.left_out],
+        "collective_us": 1e6 * choice.problem.collective_s or None,
         "layers": config.num_hidden_layers,
         **trace_layer(config).as_json(),
         "boundaries": COLLECTIVES_PER_LAYER * config.num_hidden_layers,
@@ -66,6 +67,7 @@ def _rank(choice: Choice, rank: int) -> dict[str, Any]:
         "offer_bytes": spec.memory_nbytes,
         "pool": spec.pool,
         "lanes": {name: Predicted(s, "s").as_json() for name, s in lanes.items()} if choice.timed else None,
+        **({"probed": spec.as_json()} if choice.timed else {}),
     }
 
 
@@ -93,6 +95,8 @@ def statement(choice: Choice) -> str:
     rank, alone_s = choice.alone
     alone, together = Predicted(1 / alone_s, "tokens/s"), Predicted(1 / choice.solution.step_s, "tokens/s")
     n = len(choice.kept)
+    if n == 1 and not choice.left_out:
+        return ""
     if n == 1:
         return f"one node is faster: rank {rank} alone makes {alone}"
     if alone_s <= choice.solution.step_s:
@@ -121,23 +125,28 @@ def lines(choice: Choice, budget: Budget | None = None) -> Iterator[str]:
     """What is said beside the table."""
     model, solution = choice.problem.model, choice.solution
     config = model.config
-    for one in choice.left_out:
-        yield f"left out: rank {one.rank} ({one.name}): {one.why}"
     yield from _layer_lines(trace_layer(config), config.num_hidden_layers)
     nbytes = token_nbytes(config.hidden_size, config.num_hidden_layers)
     yield f"hidden states that become whole: {nbytes:,} bytes per token"
     if choice.timed:
-        yield f"decode: {Predicted(1 / choice.other_phase('decode').step_s, 'tokens/s')}; levelled: {solution.tie}"
+        yield f"levelled: {solution.tie}; decode: {Predicted(1 / choice.other_phase('decode').step_s, 'tokens/s')}"
         if all(spec.prefill is not None for spec in choice.problem.ranks):
             yield f"prefill: {Predicted(1 / choice.other_phase('prefill').step_s, 'tokens/s')}"
     bound = bound_of(choice)
     if bound is not None:
         yield f"one token: {bound}"
-    if said := statement(choice):
-        yield said
+    yield from advice(choice)
     if budget is not None:
         yield budget.in_words()
     yield f"plan {solution.plan.sha256[:12]}"
+
+
+def advice(choice: Choice) -> Iterator[str]:
+    """Who is left out and why, and whether one rank alone is faster."""
+    for one in choice.left_out:
+        yield f"left out: rank {one.rank} ({one.name}): {one.why}"
+    if said := statement(choice):
+        yield said
 
 
 def _layer_lines(layer: Layer, n_layers: int) -> Iterator[str]:
