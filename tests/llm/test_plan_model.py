@@ -87,7 +87,7 @@ def test_exact_ranks_hold_dequantised_weights_and_every_embedding_row() -> None:
     choice = plan_for(BUNDLED, 1, dtype="float32")
     with hostring.init(0, 1) as comm:
         part = build(open_checkpoint(BUNDLED), comm)
-    assert document(choice)["ranks"][0]["weight_bytes"] == part.nbytes_held
+    assert document(choice)["ranks"][0]["weight_bytes"] == part.forward.nbytes_held
 
 
 def test_more_ranks_than_groups_get_the_nearest_legal_plans(model: Path) -> None:

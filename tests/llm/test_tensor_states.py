@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 from model_headers import sparse_gguf
 
+from hostring.integrations.llm.model.regions import GatedMlp
 from hostring.integrations.llm.planning.model_file import read_model_file
-from hostring.integrations.llm.planning.regions import trace_layer
+from hostring.integrations.llm.planning.regions import StateOperations, trace_layer
 from hostring.integrations.llm.planning.states import (
     PartialSum,
     Replicated,
@@ -64,3 +68,28 @@ def test_a_layer_has_two_regions_and_two_boundaries(tmp_path) -> None:
         ("mlp", PartialSum(), Replicated()),
     ]
     assert [len(region.unresolved) for region in layer.regions] == [4, 3]
+
+
+@dataclass(frozen=True)
+class Broken(GatedMlp):
+    """An MLP whose description does what it must not."""
+
+    how: str = ""
+
+    def run(self, ops: Any, h: Any) -> Any:
+        if self.how == "unlike":
+            return add(h, ops.project(h, self))
+        if self.how == "not reduced":
+            x = ops.gate(ops.project(ops.norm(h, self), self), self)
+            return ops.norm(row_parallel(x, "down"), self)
+        return ops.add_sum(h, ops.norm(h, self), self)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("unlike", "adds"), ("not reduced", "reads a partial sum"), ("not sliced", "was given Replicated")],
+)
+def test_a_layer_that_misuses_a_tensor_is_refused_when_its_states_are_traced(how: str, words: str) -> None:
+    """What is checked is the description that the layers themselves are made from."""
+    with pytest.raises(StateError, match=words):
+        Broken(8, how=how).run(StateOperations(), Replicated())

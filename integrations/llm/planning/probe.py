@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from hostring.integrations.llm.checkpoint.weights import open_checkpoint
-from hostring.integrations.llm.compute import LocalModel, build_local
+from hostring.integrations.llm.compute import build_local
 from hostring.integrations.llm.model.config import ModelConfig
+from hostring.integrations.llm.model.local_model import LocalModel
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.packed.library import Unavailable, load
 from hostring.integrations.llm.planning.footprint import ITEM_NBYTES, Way
@@ -153,7 +154,7 @@ def _time(path: str | Path, model: ModelFile, way: Way, device: torch.device, si
     part, _ = build_local(
         checkpoint, watch, way.compute, device, plan=plan, max_seq=min(512, model.config.max_position_embeddings),
         hash_activations=False, compile=False, packed_ranks=[way.compute == "packed"] * plan.world_size,
-        **({"dtype": DTYPES[way.dtype]}),
+        dtype=DTYPES[way.dtype],
     )  # fmt: skip
     prompt = torch.zeros(1, min(PREFILL_TOKENS, part.max_seq // 2), dtype=torch.long)
     cache = part.new_cache()
@@ -191,7 +192,7 @@ def _decode(part: LocalModel, watch: Stopwatch, cache: Any) -> list[list[float]]
 
 def _step(part: LocalModel, watch: Stopwatch, tokens: torch.Tensor, cache: Any) -> list[float]:
     watch.begin()
-    return watch.end(part.step(tokens.to(part.device), cache))
+    return watch.end(part.step(tokens.to(part.forward.device), cache))
 
 
 def _regions(spans: Sequence[float]) -> Seconds:

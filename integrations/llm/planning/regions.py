@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from hostring.integrations.llm.model.config import ModelConfig
+from hostring.integrations.llm.model.regions import Attention, GatedMlp, layers_of
+from hostring.integrations.llm.model.regions import Region as LayerRegion
 from hostring.integrations.llm.planning.states import (
     Replicated,
     State,
@@ -78,48 +79,58 @@ class Layer:
         }
 
 
-class _Tracing:
-    """Notes the operations of one region while their states are derived."""
+class StateOperations:
+    """Runs the layers' own description on states instead of tensors: see `model.regions.Operations`.
+
+    Attributes:
+        regions, boundaries: what was run so far.
+    """
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.regions: list[Region] = []
+        self.boundaries: list[Boundary] = []
+        self._operations: list[Operation] = []
 
-    def __call__(self, rule: Callable[[State, str], State], x: State, name: str) -> State:
-        state = rule(x, name)
-        self.operations.append(Operation(name, state))
+    def norm(self, h: State, region: LayerRegion) -> State:
+        return self._note("norm", read_complete(h, f"the norm before {region.side}"))
+
+    def project(self, x: State, region: LayerRegion) -> State:
+        return self._note(region.first, column_parallel(x, region.first))
+
+    def norm_heads(self, heads: State, region: Attention) -> State:
+        return self._note("norms of queries and keys", each_element(heads, "a norm"))
+
+    def turn(self, heads: State, region: Attention) -> State:
+        return self._note("rotary positions", each_element(heads, "a rotation"))
+
+    def attend(self, heads: State, region: Attention) -> State:
+        return self._note("attention over the heads that are here", each_element(heads, "attention"))
+
+    def gate(self, gate_up: State, region: GatedMlp) -> State:
+        return self._note("silu(gate) * up", each_element(gate_up, "silu"))
+
+    def add_sum(self, h: State, x: State, region: LayerRegion) -> State:
+        partial = self._note(region.last, row_parallel(x, region.last))
+        whole = reduce_over_ranks(partial, f"the reduction after {region.side}")
+        self.regions.append(Region(region.side, tuple(self._operations)))
+        self.boundaries.append(Boundary(region.side, partial, whole))
+        self._operations = []
+        return add(h, whole, f"the residual stream after {region.side}")
+
+    def _note(self, name: str, state: State) -> State:
+        self._operations.append(Operation(name, state))
         return state
 
 
 def trace_layer(config: ModelConfig) -> Layer:
-    """Run the states of one decoder layer through the rules.
+    """Run the states of one decoder layer through the rules. Every layer of a model is alike.
 
     Raises:
-        StateError: the layer would use a tensor for what it is not.
+        StateError: the layer would use a tensor for what it is not, or ends with something else than the whole stream.
     """
-    regions, boundaries = [], []
+    operations = StateOperations()
     stream: State = Replicated()
-    for name, operations in (("attention", _attention), ("mlp", _mlp)):
-        trace = _Tracing()
-        partial = operations(config, trace, stream)
-        regions.append(Region(name, tuple(trace.operations)))
-        whole = reduce_over_ranks(partial, f"the reduction after {name}")
-        boundaries.append(Boundary(name, partial, whole))
-        stream = add(stream, whole, f"the residual stream after {name}")
-    return Layer(tuple(regions), tuple(boundaries))
-
-
-def _attention(config: ModelConfig, trace: _Tracing, stream: State) -> State:
-    h = trace(read_complete, stream, "norm")
-    qkv = trace(column_parallel, h, "q, k, v projections")
-    if config.qk_norm:
-        qkv = trace(each_element, qkv, "norms of q and k")
-    qkv = trace(each_element, qkv, "rotary positions")
-    mixed = trace(each_element, qkv, "attention over the heads that are here")
-    return trace(row_parallel, mixed, "output projection")
-
-
-def _mlp(config: ModelConfig, trace: _Tracing, stream: State) -> State:
-    h = trace(read_complete, stream, "norm")
-    gate_up = trace(column_parallel, h, "gate and up projections")
-    product = trace(each_element, gate_up, "silu(gate) * up")
-    return trace(row_parallel, product, "down projection")
+    for region in layers_of(config)[0]:
+        stream = region.run(operations, stream)
+    read_complete(stream, "the next layer")
+    return Layer(tuple(operations.regions), tuple(operations.boundaries))
