@@ -121,26 +121,29 @@ def take_part(
             started = time.perf_counter()
             if rank == cell.culprit and k == 1 and cell.starts:
                 arm_fault(cell, comm, fault)
-            got = comm.all_reduce(
-                x[rank].copy(), timeout=CALM_SECONDS if k == 0 or cell.fault in HARMLESS else cell.seconds
-            )
+            calm = k == 0 or cell.fault in HARMLESS
+            got = comm.all_reduce(x[rank].copy(), timeout=CALM_SECONDS if calm else cell.seconds)
             assert bits(got) == expected, f"{cell}, rank {rank}: wrong bits in call {k}"
             outcome.good += 1
     except HostringError as exc:
         outcome.seconds = time.perf_counter() - started
         outcome.error, outcome.message, outcome.named = type(exc).__name__, str(exc), exc.rank
         if comm is not None:
-            started = time.perf_counter()
-            try:
-                comm.barrier(timeout=CALM_SECONDS)
-            except HostringError as again:
-                outcome.again = (
-                    type(again).__name__ if time.perf_counter() - started < SLACK * cell.slowness else "late"
-                )
+            outcome.again = failure_of_the_next_call(comm, cell)
     finally:
         if comm is not None:
             comm.close()
     return outcome
+
+
+def failure_of_the_next_call(comm: Comm, cell: Cell) -> str:
+    """The type of its error, when that comes soon."""
+    started = time.perf_counter()
+    try:
+        comm.barrier(timeout=CALM_SECONDS)
+    except HostringError as exc:
+        return type(exc).__name__ if time.perf_counter() - started < SLACK * cell.slowness else "late"
+    return ""
 
 
 def arm_fault(cell: Cell, comm: Comm, fault: Fault) -> None:

@@ -32,16 +32,7 @@ def sparse_gguf(
     writer.add_key_length(head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    shapes = {
-        "attn_q": (heads * head_dim, hidden),
-        "attn_k": (kv_heads * head_dim, hidden),
-        "attn_v": (kv_heads * head_dim, hidden),
-        "attn_output": (hidden, heads * head_dim),
-        "ffn_gate": (columns, hidden),
-        "ffn_up": (columns, hidden),
-        "ffn_down": (hidden, columns),
-    }
-    matrices = {f"blk.{n}.{name}.weight": shape for n in range(layers) for name, shape in shapes.items()}
+    matrices = _matrices(layers, hidden, columns, heads * head_dim, kv_heads * head_dim)
     matrices["token_embd.weight"] = (vocab, hidden)
     norms = [f"blk.{n}.{name}.weight" for n in range(layers) for name in ("attn_norm", "ffn_norm")]
     block, block_nbytes = GGML_QUANT_SIZES[kind]
@@ -61,3 +52,17 @@ def sparse_gguf(
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size + total)
     return path
+
+
+def _matrices(layers: int, hidden: int, columns: int, queries: int, keys: int) -> dict[str, tuple[int, int]]:
+    """The shapes of all layers' matrices, by name."""
+    shapes = {
+        "attn_q": (queries, hidden),
+        "attn_k": (keys, hidden),
+        "attn_v": (keys, hidden),
+        "attn_output": (hidden, queries),
+        "ffn_gate": (columns, hidden),
+        "ffn_up": (columns, hidden),
+        "ffn_down": (hidden, columns),
+    }
+    return {f"blk.{n}.{name}.weight": shape for n in range(layers) for name, shape in shapes.items()}
