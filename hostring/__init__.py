@@ -77,6 +77,7 @@ def init(
     timeout: float | None = None,
     store: Any = None,
     rejoin: bool | None = None,
+    background: bool = False,
 ) -> Comm:
     """Join the group of ranks that this process was started for.
 
@@ -97,6 +98,8 @@ def init(
         timeout: seconds for start-up, and for each operation unless it says otherwise. 120 by default.
         rejoin: come back into a group whose survivors call `rebuild`, as the process that is to be rank `rank`.
             By default when `HOSTRING_REJOIN=1`.
+        background: return as soon as the ranks know of each other. Their links are then made in the background, and
+            the first call waits for them and raises what went wrong. For programs that make many groups.
         store: a rendezvous store to use instead: torch's, or `hostring.rendezvous.MemoryStore` for threads.
 
     Raises:
@@ -108,7 +111,7 @@ def init(
     from hostring.comm import Comm
     from hostring.group.config import from_environment
     from hostring.group.contract import contract, neighbours
-    from hostring.group.group import connect
+    from hostring.group.group import Group, find
     from hostring.group.group import rejoin as come_back
     from hostring.launch.orphans import end_with_launcher
     from hostring.tuning.agreement import open_session
@@ -118,9 +121,19 @@ def init(
     )
     end_with_launcher()
     declared = contract(config.topology, config.order, config.wire)
-    form = come_back if (os.environ.get("HOSTRING_REJOIN") == "1" if rejoin is None else rejoin) else connect
-    group = form(config, neighbours=neighbours(config.topology, config.order), contract=declared)
-    return Comm(open_session(group, config.topology, config.order, config.wire, config.timeout))
+    near = neighbours(config.topology, config.order)
+
+    def form(group: Group) -> Comm:
+        return Comm(open_session(group, config.topology, config.order, config.wire, config.timeout))
+
+    if os.environ.get("HOSTRING_REJOIN") == "1" if rejoin is None else rejoin:
+        return form(come_back(config, neighbours=near, contract=declared))
+    found = find(config, neighbours=near, contract=declared)
+    if background and config.world_size > 1:
+        from hostring.late_comm import LateComm
+
+        return LateComm(found, form)
+    return form(found.link())
 
 
 platforms.check_links()

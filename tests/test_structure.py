@@ -24,7 +24,7 @@ LAYERS = (
     ("cost", "tracing"),
     ("tuning", "launch"),
     ("comm",),
-    ("rendezvous",),
+    ("rendezvous", "late_comm"),
     ("",),  # hostring/__init__.py
     ("bench", "integrations"),
     ("commands",),

@@ -245,6 +245,8 @@ def has_ipv6_loopback() -> bool:
 
 def route_to(host: str) -> str | None:
     """The address of this host from which packets to `host` leave. Sends nothing."""
+    if is_loopback(host) and numeric(host) is not None:
+        return host
     for target in resolve(host):
         family = socket.AF_INET6 if ":" in target else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:

@@ -113,7 +113,8 @@ def _placed(rank: int | None, world_size: int | None, environ: Mapping[str, str]
         return launched(environ)
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} is not in 0…{world_size - 1} (world_size={world_size})")
-    return launched({**environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    known = {name: environ[name] for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name in environ}
+    return launched({**known, "RANK": str(rank), "WORLD_SIZE": str(world_size)})
 
 
 def _store_place(place: Launched, store: Any, environ: Mapping[str, str]) -> dict[str, Any]:

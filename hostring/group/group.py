@@ -12,7 +12,7 @@ from typing import Any
 from hostring.group.config import Config
 from hostring.group.linking import make_links
 from hostring.group.peer_info import PeerInfo
-from hostring.group.peers import Exchange, Neighbours, from_ring, from_store
+from hostring.group.peers import Exchange, Neighbours, Peers, from_ring, from_store
 from hostring.group.rebuild import NewRank, Regrouping
 from hostring.group.start import Start
 from hostring.group.store_host import open_store
@@ -45,30 +45,68 @@ def connect(
         RendezvousError: a rank did not come, or can't be reached, within `config.timeout`; named in the message.
         ValueError: `config` can't be carried out.
     """
-    with contextlib.ExitStack() as undo:
+    return find(config, neighbours=neighbours, contract=contract, exchange=exchange, hosts=hosts).link()
+
+
+def find(
+    config: Config,
+    *,
+    neighbours: Neighbours,
+    contract: Mapping[str, Any],
+    exchange: Exchange | None = None,
+    hosts: Sequence[str] | None = None,
+) -> Found:
+    """The first half of `connect`, with its arguments and errors: the ranks learn of each other."""
+    undo = contextlib.ExitStack()
+    try:
         start = Start(config, contract, undo)
-        if config.world_size == 1:
-            if exchange is not None:
-                exchange(b"")
-            return Group(0, 1, config.name, 0, os.urandom(32), peer_infos=[start.me], config=config)
-        peers = from_store(start, neighbours, exchange, hosts) if config.ring is None else from_ring(start, config.ring)
-        links = make_links(start, peers)
-        undo.pop_all()
-    group = Group(
-        config.rank,
-        config.world_size,
-        config.name,
-        peers.roster.epoch,
-        peers.roster.secret,
-        peer_infos=peers.infos,
-        store=peers.store,
-        hosts=peers.hosts,
-        config=config,
-        _leave=start.leave,
-    )
-    for (peer, kind), link in links.items():
-        getattr(group, kind)[peer] = link
-    return group
+        if config.world_size > 1:
+            ring = config.ring
+            peers = from_store(start, neighbours, exchange, hosts) if ring is None else from_ring(start, ring)
+            return Found(start, peers)
+        if exchange is not None:
+            exchange(b"")
+        return Found(start, None)
+    except BaseException:
+        undo.close()
+        raise
+
+
+@dataclass
+class Found:
+    """Ranks that know of each other, as this one sees them. `link` must be called, on every rank.
+
+    Attributes:
+        start: with the deadline, and who is told of a wait.
+        peers: None in a world of one.
+    """
+
+    start: Start
+    peers: Peers | None
+
+    def link(self) -> Group:
+        """The second half of `connect`: make the links. Closes all that was opened if it fails."""
+        config, start, peers = self.start.config, self.start, self.peers
+        with start.undo as undo:
+            if peers is None:
+                return Group(0, 1, config.name, 0, os.urandom(32), peer_infos=[start.me], config=config)
+            links = make_links(start, peers)
+            undo.pop_all()
+        group = Group(
+            config.rank,
+            config.world_size,
+            config.name,
+            peers.roster.epoch,
+            peers.roster.secret,
+            peer_infos=peers.infos,
+            store=peers.store,
+            hosts=peers.hosts,
+            config=config,
+            _leave=start.leave,
+        )
+        for (peer, kind), link in links.items():
+            getattr(group, kind)[peer] = link
+        return group
 
 
 def rejoin(config: Config, *, neighbours: Neighbours, contract: Mapping[str, Any]) -> Group:

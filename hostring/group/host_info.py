@@ -8,6 +8,7 @@ import platform
 import socket
 import sys
 from dataclasses import dataclass
+from functools import cache
 
 
 def usable_cores() -> list[int]:
@@ -62,10 +63,17 @@ class HostInfo:
 
 
 def this_host() -> HostInfo:
-    """As this process sees it now."""
-    machine = _read("/proc/sys/kernel/random/boot_id") or f"{platform.node()} {platform.machine()}"
+    """As this process sees it now; its quota as its first group saw it."""
+    machine, quota = _machine_and_quota()
     net_id = _short(f"{machine} {_inode('/proc/self/ns/net')}")
-    return HostInfo(_short(machine), net_id, socket.gethostname()[:64], usable_cores(), cpu_quota())
+    return HostInfo(_short(machine), net_id, socket.gethostname()[:64], usable_cores(), quota)
+
+
+@cache
+def _machine_and_quota() -> tuple[str, float | None]:
+    """Read once: it takes a file for every level of the control groups, and programs make many groups."""
+    machine = _read("/proc/sys/kernel/random/boot_id") or f"{platform.node()} {platform.machine()}"
+    return machine, cpu_quota()
 
 
 def _short(text: str) -> str:

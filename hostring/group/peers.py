@@ -78,7 +78,7 @@ def _open_store(start: Start) -> Store:
     config = start.config
     store, close = open_store(config, start.deadline, start.waiting)
     start.leave.callback(close)
-    if config.rank == 0 and config.hosts_store and config.store is None:
+    if config.rank == 0 and config.hosts_store and config.store is None:  # as `lingers` in `_publish`
         start.undo.callback(linger, store, _prefix(start), config.world_size)
     return store
 
@@ -100,7 +100,8 @@ def _publish(start: Start, mine: Entry, store: Store | None, given: Exchange | N
         return entry
 
     payload, place = mine.to_bytes(), (start.rank, start.world_size)
-    return exchange(store, _prefix(start), *place, payload, start.deadline, start.waiting, read)
+    lingers = start.config.store is None and start.config.hosts_store
+    return exchange(store, _prefix(start), *place, payload, start.deadline, start.waiting, read, lingers=lingers)
 
 
 def _hosts(start: Start, store: Store | None) -> list[str]:

@@ -44,6 +44,8 @@ def exchange(
     deadline: float,
     waiting: Waiting | None = None,
     read: Read = lambda rank, payload: payload,
+    *,
+    lingers: bool = True,
 ) -> list[Any]:
     """Publish `payload` and collect that of every rank.
 
@@ -60,6 +62,7 @@ def exchange(
         deadline: monotonic time.
         waiting: is told who is missing.
         read: called with each rank and its payload as soon as it is there. If it raises HandshakeError, all ranks do.
+        lingers: rank 0 runs the store and may `linger` in it.
 
     Returns:
         what `read` made of the payloads, by rank.
@@ -68,7 +71,8 @@ def exchange(
         RendezvousError: the deadline passed; names the ranks that did not come.
         HandshakeError: from `read`, here or on another rank.
     """
-    collecting = _Collecting(store, prefix, rank, world_size, deadline, waiting or Waiting(rank, deadline), read)
+    waiting = waiting or Waiting(rank, deadline)
+    collecting = _Collecting(store, prefix, rank, world_size, deadline, waiting, read, lingers)
     while True:
         try:
             return collecting.run(payload)
@@ -91,6 +95,7 @@ class _Collecting:
     deadline: float
     waiting: Waiting
     read: Read
+    lingers: bool
     generation: int = 0
     found: dict[int, Any] = field(default_factory=dict)
 
@@ -98,15 +103,19 @@ class _Collecting:
         self.found.clear()
         self.generation = self.store.add(f"{self.prefix}/{self.rank}/joins", 1)
         self.store.set(self._key(self.rank), payload)
+        self._take(self.rank, payload)
         while missing := self._missing():
             left = self.deadline - time.monotonic()
             if left <= 0:
                 raise RendezvousError(self._in_vain(missing), missing[0])
             try:
-                self._take(missing[0], min(left, LOOK_S))
+                payloads = self.store.get_all([self._key(r) for r in missing], min(left, LOOK_S))
             except TimeoutError:
-                self._look_around(missing[1:])
-        self.store.add(self._key("read"), 1)
+                self._look_around(missing)
+            else:
+                for r, theirs in zip(missing, payloads, strict=True):
+                    self._take(r, theirs)
+        self._tell_read()
         return [self.found[r] for r in range(self.world_size)]
 
     def _key(self, name: int | str) -> str:
@@ -115,21 +124,24 @@ class _Collecting:
     def _missing(self) -> list[int]:
         return [r for r in range(self.world_size) if r not in self.found]
 
-    def _take(self, rank: int, timeout: float) -> None:
-        payload = self.store.get(self._key(rank), timeout)
+    def _take(self, rank: int, payload: bytes) -> None:
         try:
             self.found[rank] = self.read(rank, payload)
         except HandshakeError as exc:
             self.store.set(self._key("failed"), str(exc).encode())
-            self.store.add(self._key("read"), 1)
+            self._tell_read()
             raise
 
-    def _look_around(self, others: list[int]) -> None:
-        for r in others:
-            if self.store.check([self._key(r)]):
-                self._take(r, 1.0)
-        if self.store.check([self._key("failed")]):
+    def _tell_read(self) -> None:
+        if self.lingers:
             self.store.add(self._key("read"), 1)
+
+    def _look_around(self, missing: list[int]) -> None:
+        for r in missing:
+            if self.store.check([self._key(r)]):
+                self._take(r, self.store.get(self._key(r), 1.0))
+        if self.store.check([self._key("failed")]):
+            self._tell_read()
             raise HandshakeError(self.store.get(self._key("failed"), 1.0).decode())
         if missing := self._missing():
             self._check_ended(missing)

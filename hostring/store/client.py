@@ -131,6 +131,11 @@ class TcpStore:
             if time.monotonic() >= until:
                 raise TimeoutError(f"{key!r} is not in the store after {timeout:.1f} s")
 
+    def get_all(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """See `Store.get_all`."""
+        until = time.monotonic() + timeout
+        return [self.get(key, until - time.monotonic()) for key in keys]
+
     def check(self, keys: Sequence[str]) -> bool:
         """See `Store.check`."""
         return bool(self._request("check", list(keys)))

@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 from hostring.errors import RendezvousError
 from hostring.transports.addresses import route_to
 
+MIN_POLL_S, MAX_POLL_S = 0.0002, 0.05  # between two looks into torch's store
+
 
 @runtime_checkable
 class Store(Protocol):
@@ -27,6 +29,9 @@ class Store(Protocol):
             TimeoutError: it is not there after `timeout` seconds.
             ConnectionError: the store is gone, or is another one now and has forgotten everything.
         """
+
+    def get_all(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """The same for several keys, in as few round trips as the store allows."""
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all `keys` are there, without waiting."""
@@ -61,6 +66,11 @@ class MemoryStore:
             if not self._changed.wait_for(lambda: key in self._values, timeout):
                 raise TimeoutError(f"{key!r} is not in the store after {timeout:.1f} s")
             return self._values[key]
+
+    def get_all(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """See `Store.get_all`."""
+        until = time.monotonic() + timeout
+        return [self.get(key, until - time.monotonic()) for key in keys]
 
     def check(self, keys: Sequence[str]) -> bool:
         """See `Store.check`."""
@@ -121,15 +131,22 @@ class TorchStore:
 
     def get(self, key: str, timeout: float) -> bytes:
         """See `Store.get`."""
-        until, pause = time.monotonic() + timeout, 0.001
-        while not self.check([key]):  # torch's own wait writes a warning to stderr whenever it times out
+        return self.get_all([key], timeout)[0]
+
+    def get_all(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """See `Store.get_all`."""
+        until, pause = time.monotonic() + timeout, MIN_POLL_S
+        while not self.check(keys):  # torch's own wait writes a warning to stderr whenever it times out
             left = until - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"{key!r} is not in torch's store after {timeout:.1f} s")
+                raise TimeoutError(f"{' or '.join(map(repr, keys))} is not in torch's store after {timeout:.1f} s")
             time.sleep(min(pause, left))
-            pause = min(0.05, pause * 2)
+            pause = min(MAX_POLL_S, pause * 2)
+        names = [f"hostring/{key}" for key in keys]
         with _torch_errors():
-            return bytes(self._store.get(f"hostring/{key}"))
+            if len(names) > 1 and self._store.has_extended_api():  # a FileStore has none
+                return [bytes(value) for value in self._store.multi_get(names)]
+            return [bytes(self._store.get(name)) for name in names]
 
     def check(self, keys: Sequence[str]) -> bool:
         """See `Store.check`."""

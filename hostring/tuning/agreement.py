@@ -17,6 +17,7 @@ import numpy as np
 
 from hostring.engine.binding import Buffers
 from hostring.engine.choice import Choice, Table, Threshold
+from hostring.engine.exchange import Patience
 from hostring.engine.frames import START_SEQ
 from hostring.engine.movements import Movements
 from hostring.engine.session import Session
@@ -59,7 +60,9 @@ def agree(session: Session) -> None:
     place = Place(session.rank, session.world_size, session.tuner.topology.next_hop)
     schedule = broadcast(place, record.size, WHOLE, 0)
     program = session.planner.probe(schedule, 0, record.dtype)
+    patience, session.engine.patience = session.engine.patience, Patience(0, 0)  # rank 0 reads files meanwhile
     session.run(program, Buffers(record, record[:0]), None, perf_counter(), count=False)
+    session.engine.patience = patience
     unpacker = msgpack.Unpacker()
     unpacker.feed(record.tobytes())
     what, source, table = unpacker.unpack()

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 import hostring
 from hostring.integrations.torch_pg import ddp_verification, torch_versions
 from hostring.integrations.torch_pg.async_work import CommWork
@@ -45,7 +47,7 @@ def connect(
     store: Any, rank: int, world_size: int, timeout: timedelta, options: Any = None, islands: Choice | None = None,
     names: Sequence[int] = (),
 ) -> Any:  # fmt: skip
-    """Meet the other ranks of a group in `store`, and make links. Every rank of the group calls it.
+    """Meet the other ranks of a group in `store`. Every rank of the group calls it.
 
     Args:
         islands: what was asked for, if ranks of one vendor are to be joined by its library.
@@ -54,10 +56,12 @@ def connect(
     Returns:
         a `ProcessGroup`; where all ranks are in one island, a group of torch's own over the library alone.
     """
+    # a program's first group says at once if links can't be made, and islands need them to form
+    later = torch.distributed.is_initialized() and islands is None
     given = {name: getattr(options, name, None) for name in ("topology", "order", "wire", "transport")}
     with contextlib.ExitStack() as undo:
         comm = undo.enter_context(
-            hostring.init(rank, world_size, timeout=timeout.total_seconds(), store=store, **given)
+            hostring.init(rank, world_size, timeout=timeout.total_seconds(), store=store, background=later, **given)
         )
         joined = None
         if islands is not None and world_size > 1:

@@ -6,12 +6,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from at_a_store import SECRET, client, soon
-from ranks import free_port, side_by_side
+from forming import CONTRACT, everyone
+from ranks import free_port, side_by_side, successes
 
 from hostring.errors import RendezvousError
+from hostring.group.config import Config
+from hostring.group.group import connect
 from hostring.group.rendezvous import exchange
 from hostring.rendezvous import MemoryStore, TorchStore
 from hostring.store.server import StoreServer
@@ -115,3 +119,27 @@ def test_all_ranks_get_all_payloads_again_and_again(shared: Callable[[], Store])
 
         for got in side_by_side([lambda r=r: rank(r) for r in range(5)]):
             assert got == [b"%d of %d" % (r, generation) for r in range(5)]
+
+
+def test_a_group_takes_few_round_trips_to_torchs_store() -> None:
+    """Counted, since seconds depend on the machine: looks for what is not there yet are the only ones that vary."""
+    distributed = pytest.importorskip("torch.distributed")
+    shared = distributed.HashStore()
+    calls: list[list[str]] = [[], [], []]
+
+    class Counted:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def __getattr__(self, name: str) -> Any:
+            method = getattr(shared, name)
+            calls[self.rank].append(name)
+            return method
+
+    def rank(r: int) -> None:
+        config = Config(rank=r, world_size=3, transport="tcp", store=TorchStore(Counted(r)), timeout=20.0)
+        connect(config, neighbours=everyone, contract=CONTRACT).close()
+
+    successes(side_by_side([lambda r=r: rank(r) for r in range(3)]))
+    for made in calls:
+        assert [name for name in made if name not in ("check", "has_extended_api")] == ["add", "set", "multi_get"]

@@ -76,3 +76,22 @@ def _mesh(group):
 
 def test_device_mesh():
     assert pool.run(4, _mesh) == [[0 + 2, 0 + 1], [1 + 3, 0 + 1], [0 + 2, 2 + 3], [1 + 3, 2 + 3]]
+
+
+def _many_groups(group):
+    rank, n = group.rank, group.world_size
+    groups = [dist.new_group([r for r in range(n) if r != k % n]) for k in range(6)]
+    sums = []
+    for pg in reversed(groups):  # in another order than they were made
+        if pg is not dist.GroupMember.NON_GROUP_MEMBER:
+            x = torch.full((2,), rank + 1.0)
+            dist.all_reduce(x, group=pg)
+            sums.append(x[0].item())
+    dist.destroy_process_group(dist.new_group())  # never used
+    return sums
+
+
+def test_groups_are_used_in_another_order_than_they_were_made():
+    for rank, sums in enumerate(pool.run(3, _many_groups)):
+        total = 1 + 2 + 3
+        assert sums == [float(total - (k % 3 + 1)) for k in reversed(range(6)) if k % 3 != rank]
