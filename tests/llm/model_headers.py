@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import gguf
@@ -34,23 +35,21 @@ def sparse_gguf(
     writer.add_rope_freq_base(10000.0)
     matrices = _matrices(layers, hidden, columns, heads * head_dim, kv_heads * head_dim)
     matrices["token_embd.weight"] = (vocab, hidden)
-    norms = [f"blk.{n}.{name}.weight" for n in range(layers) for name in ("attn_norm", "ffn_norm")]
+    norms = [f"blk.{n}.{name}_norm.weight" for n in range(layers) for name in ("attn", "ffn")] + ["output_norm.weight"]
     block, block_nbytes = GGML_QUANT_SIZES[kind]
     total = 0
     for name, shape in matrices.items():
-        nbytes = shape[0] * shape[1] // block * block_nbytes
         stored = (shape[0], shape[1] // block * block_nbytes)
-        writer.add_tensor_info(name, stored, np.dtype(np.uint8), nbytes, kind)
-        total += nbytes + 32
-    for name in (*norms, "output_norm.weight"):
+        writer.add_tensor_info(name, stored, np.dtype(np.uint8), stored[0] * stored[1], kind)
+        total += stored[0] * stored[1] + 32
+    for name in norms:
         writer.add_tensor_info(name, (hidden,), np.dtype(np.float32), 4 * hidden)
         total += 4 * hidden + 32
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size + total)
+    os.truncate(path, path.stat().st_size + total)
     return path
 
 
