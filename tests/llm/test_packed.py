@@ -22,6 +22,7 @@ from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.packed.cache import PackedCache
 from hostring.integrations.llm.packed.decoder import PackedDecoder, units_of
 from hostring.integrations.llm.packed.library import Unavailable, load
+from hostring.integrations.llm.packed.step import Steps
 from hostring.integrations.llm.packed.units import folded
 from hostring.integrations.llm.packed.weights import FORMATS
 from hostring.integrations.llm.sharded import build
@@ -71,20 +72,20 @@ def greedy(
     checkpoint = GgufCheckpoint(path)
     units = units_of(checkpoint)
     plan = plan or units.shares(checkpoint.config, comm.world_size)
-    cache = PackedCache(PackedDecoder(checkpoint, plan, units, comm.rank), 256)
-    sums = Sums(comm)
+    steps = Steps(decoder := PackedDecoder(checkpoint, plan, units, comm.rank))
+    cache, sums = PackedCache(decoder.local, 256), Sums(comm)
 
     def whole(part: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         return comm.all_gather(part[0].copy(), counts=plan.vocab) if comm.world_size > 1 else part[0].copy()
 
     start, logits = 0, None
     for n in [*chunks, len(IDS) - sum(chunks)]:
-        logits = cache.step(IDS[start : start + n], sums)
+        logits = steps.run([(cache, IDS[start : start + n])], sums)
         start += n
     found, rows = [], [whole(logits)]
     for _ in range(n_tokens):
         found.append(int(rows[-1].argmax()))
-        rows.append(whole(cache.step([found[-1]], sums)))
+        rows.append(whole(steps.run([(cache, [found[-1]])], sums)))
     return found, np.array(rows)
 
 
@@ -176,7 +177,7 @@ def test_copied_columns_are_the_bytes_of_the_file(tmp_path: Path) -> None:
     whole = np.frombuffer(checkpoint.mapped[0], np.uint8, info.shape[0] * info.row_nbytes, info.offset)
     lines = whole.reshape(info.shape[0], info.row_nbytes)
     at = info.row_nbytes // 2
-    for unit in decoder.layers[1].down:
+    for unit in decoder.layers[1]["mlp"].last:
         nbytes = unit.width // 32 * 24
         copied = np.ctypeslib.as_array((ctypes.c_uint8 * (info.shape[0] * nbytes)).from_address(_data(unit.tensor)))
         np.testing.assert_array_equal(copied.reshape(-1, nbytes), lines[:, at : at + nbytes])
@@ -194,10 +195,11 @@ def test_a_full_cache_is_refused_before_anything_is_computed(tmp_path: Path) -> 
     path = write_gguf(packable_model("qwen3", 1, 64), tmp_path / "m.gguf", Kind.Q8_0)
     checkpoint = GgufCheckpoint(path)
     units = units_of(checkpoint)
-    cache = PackedCache(PackedDecoder(checkpoint, units.shares(checkpoint.config, 1), units, 0), 4)
-    cache.step([1, 2, 3], Sums(hostring.init(0, 1)))
+    steps = Steps(decoder := PackedDecoder(checkpoint, units.shares(checkpoint.config, 1), units, 0))
+    cache = PackedCache(decoder.local, 4)
+    steps.run([(cache, [1, 2, 3])], Sums(hostring.init(0, 1)))
     with pytest.raises(ValueError, match="KV cache holds 4 positions, 3 are taken and 2 more are needed"):
-        cache.step([1, 2], Sums(hostring.init(0, 1)))
+        steps.run([(cache, [1, 2])], Sums(hostring.init(0, 1)))
     assert cache.length == 3
 
 

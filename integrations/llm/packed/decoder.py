@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +15,7 @@ from hostring.integrations.llm.packed.check import check_formats
 from hostring.integrations.llm.packed.library import Pointer, Unavailable, load
 from hostring.integrations.llm.packed.memory import Arena
 from hostring.integrations.llm.packed.plan import UnitPlan
-from hostring.integrations.llm.packed.regions import Fold, LayerWeights
+from hostring.integrations.llm.packed.regions import Fold, Matrices
 from hostring.integrations.llm.packed.weights import PackedWeights, column_unit, unsupported
 
 MAX_CUTS_PER_LAYER = 64
@@ -35,8 +33,8 @@ class PackedDecoder:
 
     Attributes:
         nbytes_held: bytes of the file that this rank holds, mapped or copied.
-        folds: (attention, MLP): what this rank brings to the reductions of a layer.
-        spare_memory: of conversations that have ended, by the positions that it holds.
+        folds: what this rank brings to the reductions of a layer, by the side of the region. layers: weights, likewise.
+        rope_divisors: what each rotary frequency is divided by; None where by nothing.
 
     Raises:
         Unavailable: this file can't be decoded packed here; says why.
@@ -57,7 +55,6 @@ class PackedDecoder:
         self.ggml, self.threads = load(), threads
         self.config, self.plan, self.rank = checkpoint.config, plan, rank
         self.beside_exact, self._order = beside_exact, order
-        self.spare_memory: dict[int, deque[Any]] = {}
         self.local = plan.local_config(checkpoint.config, rank)
         self.arena = Arena(self.ggml)
         files = [np.frombuffer(mapped, np.uint8) for mapped in checkpoint.mapped]
@@ -66,8 +63,9 @@ class PackedDecoder:
         n_cuts = 3 + n_layers * (MAX_CUTS_PER_LAYER + 2 * len(units.columns))
         self._weights = PackedWeights(self.arena, files, checkpoint.tensors, n_cuts)
         self._tensors, self.units = checkpoint.tensors, units
-        self.folds = self._fold(units.groups_per_rank(plan)), self._fold(units.columns_per_rank(plan))
-        self._rope_divisors = self._divisors()
+        per_rank = {"attention": units.groups_per_rank(plan), "mlp": units.columns_per_rank(plan)}
+        self.folds = {side: self._fold(shares) for side, shares in per_rank.items()}
+        self.rope_divisors = self._divisors()
         self.layers = [self._layer(n) for n in range(n_layers)]
         self.embedding = self._weights.whole("token_embd.weight")
         self.norm = self._weights.vector("output_norm.weight")
@@ -82,7 +80,7 @@ class PackedDecoder:
     @property
     def n_slots(self) -> int:
         """Slots of the larger of the two reductions."""
-        return max(fold.n_slots for fold in self.folds)
+        return max(fold.n_slots for fold in self.folds.values())
 
     def _fold(self, shares: Sequence[int]) -> Fold:
         """What this rank brings to a reduction over units of which rank r holds `shares[r]`."""
@@ -90,41 +88,35 @@ class PackedDecoder:
         fold = UnitFold(shared, self._order)
         return Fold(fold.brings(rank), fold.n_slots, fold.completes) if sum(shared) else Fold([], 1, 0)
 
-    def _layer(self, n: int) -> LayerWeights:
-        config, plan, rank, weights = self.config, self.plan, self.rank, self._weights
-        name = f"blk.{n}."
-        groups, columns = plan.groups_of(rank), plan.columns_of(rank)
-        group = config.group_heads * config.head_dim
+    def _layer(self, n: int) -> dict[str, Matrices]:
+        """The weights of each region of a layer, by its side."""
+        groups, columns = self.plan.groups_of(self.rank), self.plan.columns_of(self.rank)
+        head_dim, group = self.config.head_dim, self.config.group_heads * self.config.head_dim
         q_rows = range(groups.start * group, groups.stop * group)
-        kv_rows = range(groups.start * config.head_dim, groups.stop * config.head_dim)
+        kv_rows = range(groups.start * head_dim, groups.stop * head_dim)
+        attention = {"attn_q": q_rows, "attn_k": kv_rows, "attn_v": kv_rows}
         o_units = [range(u.start * group, u.stop * group) for u in self.units.groups if u.start in groups]
         down_units = [unit for unit in self.units.columns if unit.start in columns]
-        layer = LayerWeights(
-            attention_norm=weights.vector(name + "attn_norm.weight"),
-            q=weights.rows(name + "attn_q.weight", q_rows),
-            k=weights.rows(name + "attn_k.weight", kv_rows),
-            v=weights.rows(name + "attn_v.weight", kv_rows),
-            o=weights.columns(name + "attn_output.weight", o_units),
-            mlp_norm=weights.vector(name + "ffn_norm.weight"),
-            gate=weights.rows(name + "ffn_gate.weight", columns),
-            up=weights.rows(name + "ffn_up.weight", columns),
-            down=weights.columns(name + "ffn_down.weight", down_units),
-        )
-        cuts = {"q": ("attn_q", q_rows), "k": ("attn_k", kv_rows), "v": ("attn_v", kv_rows)}
-        cuts |= {"gate": ("ffn_gate", columns), "up": ("ffn_up", columns)}
-        if rank == 0:
-            cuts |= {"o": ("attn_output", range(config.hidden_size)), "down": ("ffn_down", range(config.hidden_size))}
-        biases = {
-            key: weights.vector(f"{name}{stem}.bias", cut)
-            for key, (stem, cut) in cuts.items()
-            if f"{name}{stem}.bias" in self._tensors
+        name = f"blk.{n}."
+        return {
+            "attention": replace(
+                self._region(name, "attn_norm", attention, "attn_output", o_units),
+                q_norm=self._optional(name + "attn_q_norm.weight"),
+                k_norm=self._optional(name + "attn_k_norm.weight"),
+            ),
+            "mlp": self._region(name, "ffn_norm", {"ffn_gate": columns, "ffn_up": columns}, "ffn_down", down_units),
         }
-        return replace(
-            layer,
-            biases=biases,
-            q_norm=self._optional(name + "attn_q_norm.weight"),
-            k_norm=self._optional(name + "attn_k_norm.weight"),
-            rope_divisors=self._rope_divisors,
+
+    def _region(self, name: str, norm: str, first: dict[str, range], last: str, units: Sequence[range]) -> Matrices:
+        """Of each first matrix the rows that are this rank's; of the last one its units' columns."""
+        weights = self._weights
+        rows = [
+            (weights.rows(f"{name}{stem}.weight", cut), self._optional(f"{name}{stem}.bias", cut))
+            for stem, cut in first.items()
+        ]
+        bias = self._optional(f"{name}{last}.bias") if self.rank == 0 else None
+        return Matrices(
+            weights.vector(f"{name}{norm}.weight"), rows, weights.columns(f"{name}{last}.weight", units), bias
         )
 
     def _divisors(self) -> Pointer | None:
@@ -135,8 +127,8 @@ class PackedDecoder:
         divisors = rotary_divisors(config.head_dim, config.rope_theta, config.rope_scaling)
         return self._weights.constant(np.array(divisors, np.float32))
 
-    def _optional(self, name: str) -> Pointer | None:
-        return self._weights.vector(name) if name in self._tensors else None
+    def _optional(self, name: str, elements: range | None = None) -> Pointer | None:
+        return self._weights.vector(name, elements) if name in self._tensors else None
 
 
 def units_of(checkpoint: GgufCheckpoint) -> UnitPlan:

@@ -14,17 +14,19 @@ from hostring.integrations.llm.checkpoint.checkpoint import Checkpoint
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
 from hostring.integrations.llm.model.audit import StreamAudit
 from hostring.integrations.llm.model.local_model import LocalModel, Rows
+from hostring.integrations.llm.model.regions import layers_of
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
 from hostring.integrations.llm.packed.cache import PackedCache
 from hostring.integrations.llm.packed.decoder import PackedDecoder, units_of
 from hostring.integrations.llm.packed.library import Unavailable
+from hostring.integrations.llm.packed.step import Steps
 from hostring.integrations.llm.packed.units import Tree, folded
 
 
 @dataclass
 class PackedForward:
-    """See `Forward`. It is also the `Sums` of its caches.
+    """See `Forward`. It is also the `Sums` of its steps.
 
     Attributes:
         decoder: weights as they are in the file, and how its graphs are built.
@@ -36,6 +38,10 @@ class PackedForward:
     compiled: bool = field(default=False, init=False)
     dtype: torch.dtype = field(default=torch.float32, init=False)
     device: torch.device = field(default=torch.device("cpu"), init=False)
+    _steps: Steps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._steps = Steps(self.decoder)
 
     @property
     def nbytes_held(self) -> int:
@@ -45,8 +51,8 @@ class PackedForward:
     @property
     def reduced_elements(self) -> list[int]:
         """See `Forward`."""
-        config = self.decoder.config
-        return [fold.n_slots * config.hidden_size for fold in self.decoder.folds] * config.num_hidden_layers
+        local, folds = self.decoder.local, self.decoder.folds
+        return [folds[r.side].n_slots * local.hidden_size for layer in layers_of(local) for r in layer]
 
     def new_cache(self, batch: int, max_seq: int) -> PackedCache:
         """See `Forward`. Keys and values are in float16.
@@ -56,15 +62,15 @@ class PackedForward:
         """
         if batch != 1:
             raise ValueError(f"a packed cache holds one sequence, not {batch}; make one for each, or compute exact")
-        return PackedCache(self.decoder, max_seq)
+        return PackedCache(self.decoder.local, max_seq)
 
     def step(self, tokens: Tensor, cache: PackedCache) -> Tensor:
         """See `LocalModel.step`."""
-        return torch.from_numpy(cache.step(tokens[0].tolist(), self))
+        return self.step_rows([(cache, tokens[0].tolist())])
 
     def step_rows(self, rows: Rows) -> Tensor:
         """See `LocalModel.step_rows`."""
-        return torch.from_numpy(np.concatenate([cache.step(ids, self).copy() for cache, ids in rows]))
+        return torch.from_numpy(self._steps.run(rows, self))
 
     def begin(self, x: npt.NDArray[np.float32]) -> None:
         """See `Sums`."""

@@ -1,0 +1,136 @@
+"""Steps of a packed decoder: the graphs of each shape of a step, planned when it first comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hostring.integrations.llm.model.cache import check_fit
+from hostring.integrations.llm.model.regions import layers_of
+from hostring.integrations.llm.packed.cache import POSITIONS_STEP, PackedCache, whole_steps
+from hostring.integrations.llm.packed.decoder import PackedDecoder
+from hostring.integrations.llm.packed.exchange import Exchange, Shape, rows_of
+from hostring.integrations.llm.packed.graph import Backend
+from hostring.integrations.llm.packed.memory import Arena
+from hostring.integrations.llm.packed.regions import LayerGraphs, StepGraphs
+from hostring.integrations.llm.packed.units import Tree
+
+MAX_KEPT_SHAPES = 3  # with several rows of a sequence, whose graphs are kept
+MAX_KEPT_SINGLES = 16  # with single rows alone
+
+Rows = Sequence[tuple[PackedCache, Sequence[int]]]
+
+
+class Sums(Protocol):
+    """Who adds up the ranks' partial sums of a step, and may watch the residual stream."""
+
+    def begin(self, x: npt.NDArray[np.float32]) -> None:
+        """The stream of a step begins with `x`, shape (rows, hidden)."""
+
+    def reduce(self, slots: npt.NDArray[np.float32], completes: Tree) -> None:
+        """Add `slots`, shape (slots, rows, hidden), up over the ranks, in place; `completes` is how the model folds
+        them."""
+
+    def end(self, x: npt.NDArray[np.float32]) -> None:
+        """The stream of the step ends with `x`."""
+
+
+class _Step:
+    """The graphs of one shape, planned."""
+
+    def __init__(self, decoder: PackedDecoder, shape: Shape) -> None:
+        local, arena = decoder.local, Arena(decoder.ggml)
+        layers = layers_of(local)
+        width, n_logits = local.num_attention_heads * local.head_dim, len(decoder.plan.vocab_of(decoder.rank))
+        self.exchange = e = Exchange(arena, rows_of(shape), local.hidden_size, width, decoder.n_slots, n_logits)
+        self._graphs = graphs = StepGraphs(arena, local, e, 2 + sum(map(len, layers)))
+        graphs.embed(decoder.embedding)
+        for regions, weights in zip(layers, decoder.layers, strict=True):
+            ops = LayerGraphs(graphs, weights, decoder.folds, decoder.rope_divisors)
+            for region in regions:
+                region.run(ops, graphs.inputs.x)
+        graphs.head(decoder.norm, decoder.head)
+        backend = Backend(arena, decoder.threads)
+        self._compute, self._backend = decoder.ggml.backend_graph_plan_compute, backend.pointer
+        self._first, *between, self._last = backend.plan(arena, graphs.graphs)
+        for cached in graphs.caches:
+            cached.plan_is_made()
+        folds = [decoder.folds[region.side] for regions in layers for region in regions]
+        self._between = []  # (plan, slots of the other ranks, slots that are exchanged, how they are folded)
+        for plan, fold in zip(between, folds, strict=True):
+            own = {slot for slot, _ in fold.brings}
+            others = [e.slots[n] for n in range(fold.n_slots) if n not in own]
+            self._between.append((plan, others, e.slots[: fold.n_slots], fold.completes))
+
+    def run(self, rows: Rows, sums: Sums) -> npt.NDArray[np.float32]:
+        """Logits of the last row of each sequence, which are shaped as the graphs are."""
+        e, compute, backend = self.exchange, self._compute, self._backend
+        for sequence, cached, (cache, ids) in zip(e.sequences, self._graphs.caches, rows, strict=True):
+            e.fill(sequence, ids, cache.length)
+            cached.point_at(cache, cache.length + len(ids))
+        compute(backend, self._first)
+        sums.begin(e.x)
+        for plan, others, slots, completes in self._between:
+            compute(backend, plan)
+            for slot in others:
+                slot.fill(-0.0)  # which changes no number and no zero
+            sums.reduce(slots, completes)
+        compute(backend, self._last)
+        sums.end(e.x)
+        return e.logits
+
+
+class Steps:
+    """Runs steps of a decoder, and keeps the graphs of the shapes that came last."""
+
+    def __init__(self, decoder: PackedDecoder) -> None:
+        self._decoder = decoder
+        self._kept: dict[Shape, _Step] = {}
+
+    def run(self, rows: Rows, sums: Sums) -> npt.NDArray[np.float32]:
+        """Feed the ids of each sequence to its own cache.
+
+        Args:
+            rows: (cache, ids) of each sequence.
+            sums: adds up over the ranks.
+
+        Returns:
+            this rank's logits of each sequence's last id, shape (sequences, local vocabulary), valid until the next
+            step.
+
+        Raises:
+            ValueError: they don't fit.
+        """
+        for cache, ids in rows:
+            check_fit(cache, len(ids))
+        # The longest first, so that a chunk beside others has the same graphs wherever it stands.
+        order = sorted(range(len(rows)), key=lambda n: -len(rows[n][1]))
+        placed = [rows[n] for n in order]
+        shape = tuple((len(ids), _n_cached(len(ids), cache.length + len(ids))) for cache, ids in placed)
+        logits = self._step_of(shape).run(placed, sums)
+        for cache, ids in placed:
+            cache.length += len(ids)
+        return logits if order == sorted(order) else logits[np.argsort(order)]
+
+    def _step_of(self, shape: Shape) -> _Step:
+        found = self._kept.pop(shape, None)
+        if found is None:
+            single = _single(shape)
+            same = [kept for kept in self._kept if _single(kept) == single]
+            for oldest in same[: len(same) + 1 - (MAX_KEPT_SINGLES if single else MAX_KEPT_SHAPES)]:
+                del self._kept[oldest]
+            found = _Step(self._decoder, shape)
+        self._kept[shape] = found  # the latest last
+        return found
+
+
+def _single(shape: Shape) -> bool:
+    return shape[0][0] == 1
+
+
+def _n_cached(n_rows: int, stop: int) -> int:
+    """Positions that the graphs of so many rows read, the last of which is position `stop` - 1."""
+    return POSITIONS_STEP if n_rows == 1 else whole_steps(stop)
