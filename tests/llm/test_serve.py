@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -150,3 +151,30 @@ def test_a_full_queue_says_when_to_try_again(server: Serving) -> None:
             server.scheduler.cancel(sequence)
     idle(server)
     assert ask(f"{server.url}/v1/completions", {"prompt": "so", "max_tokens": 1})[0] == 200
+
+
+def test_the_page_asks_no_other_host(server: Serving) -> None:
+    """Neither by its rules nor in its files."""
+    wanted = {"/"}
+    seen: set[str] = set()
+    while wanted - seen:
+        path = (wanted - seen).pop()
+        seen.add(path)
+        status, text, headers = ask(f"{server.url}{path}")
+        assert status == 200, path
+        assert headers["content-security-policy"].startswith("default-src 'self';")
+        found = re.findall(r'(?:src|href)="([^"]+)"|from "\./([^"]+)"', text.decode())
+        wanted |= {f"/{a or b}" for a, b in found}
+        assert set(re.findall(r"https?://[\w.]+", text.decode())) <= {"http://www.w3.org"}, path
+    assert {"/", "/main.js", "/style.css", "/chat.js"} <= seen
+
+
+def test_the_cluster_view_has_every_rank(server: Serving) -> None:
+    until = time.monotonic() + 20
+    while not (found := ask(f"{server.url}/cluster")[1])["ranks"]:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2]
+    assert sum(rank["share"] for rank in found["ranks"]) == pytest.approx(1)
+    assert all(set(rank["sent_per_s"]) == {"0", "1", "2"} - {str(rank["rank"])} for rank in found["ranks"])
+    assert (found["model"], found["why_not"], found["lost"]) == ("tiny", "", [])

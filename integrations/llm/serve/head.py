@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import time
 from typing import Any
 
@@ -22,31 +23,39 @@ Tell = Callable[[str, Any], None]
 """Called with what happens: ("lost", rank), ("whole", None)."""
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What all ranks had done at a moment.
+
+    Attributes:
+        at: seconds since 1970. reports: by rank, see `RankPart.report`.
+        steps, generated: since the start.
+    """
+
+    at: float
+    reports: list[dict[str, Any]]
+    steps: int
+    generated: int
+
+
 class Cluster:
     """What the ranks last told, and what happened to them. HTTP threads read it.
 
     Attributes:
-        reports: of each rank, the last one and the one before it.
+        snapshots: the last two.
         events: what happened, oldest first: "at" (seconds since 1970) and "text".
         lost: ranks that are missing now.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.reports: list[dict[str, Any]] = []
-        self.reports_before: list[dict[str, Any]] = []
-        self.reported_at = self.reported_before_at = 0.0
+        self.snapshots: tuple[Snapshot, ...] = ()
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self.lost: set[int] = set()
 
     def note(self, text: str) -> None:
         """This has happened."""
         self.events.append({"at": time(), "text": text})
-
-    def reported(self, reports: list[dict[str, Any]]) -> None:
-        """All ranks have told what they did."""
-        self.reports_before, self.reports = self.reports, reports
-        self.reported_before_at, self.reported_at = self.reported_at, time()
 
 
 class Head:
@@ -70,11 +79,14 @@ class Head:
         return self._scheduler.admissions()
 
     def reported(self, reports: list[dict[str, Any]]) -> None:
-        self._cluster.reported(reports)
+        totals = self._scheduler.totals
+        snapshot = Snapshot(time(), reports, totals.steps, totals.generated_tokens)
+        self._cluster.snapshots = (*self._cluster.snapshots[-1:], snapshot)
 
     def lost(self, exc: HostringError) -> None:
         why = f"rank {exc.rank} is lost: {reason(exc)}"
         self._scheduler.broken(f"{why}; the group is being rebuilt")
+        self._cluster.snapshots = self._cluster.snapshots[-1:]  # counters start anew in a rebuilt group
         self._cluster.lost.add(exc.rank or 0)
         self._cluster.note(why)
         self._tell("lost", exc.rank)

@@ -14,10 +14,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from hostring.integrations.llm.serve.http.chat import chat_reply
+from hostring.integrations.llm.serve.http.cluster_view import cluster_view
 from hostring.integrations.llm.serve.http.completions import completion_reply
 from hostring.integrations.llm.serve.http.errors import RETRY_AFTER_S, ApiError, invalid, show
 from hostring.integrations.llm.serve.http.guard import Guard
 from hostring.integrations.llm.serve.http.metrics import Metrics
+from hostring.integrations.llm.serve.http.page import PAGE_PATHS, page_routes
 from hostring.integrations.llm.serve.http.replies import Reply
 from hostring.integrations.llm.serve.http.service import Service
 
@@ -46,6 +48,9 @@ def make_app(service: Service) -> ASGIApp:
     async def metrics_page(request: Request) -> Response:
         return metrics.response()
 
+    async def cluster(request: Request) -> Response:
+        return JSONResponse(cluster_view(service))
+
     async def health(request: Request) -> Response:
         if why := service.scheduler.why_not:
             headers = {"Retry-After": str(RETRY_AFTER_S)}
@@ -60,9 +65,11 @@ def make_app(service: Service) -> ASGIApp:
         Route("/v1/models/{name:path}", model),
         Route("/health", health),
         Route("/metrics", metrics_page),
+        Route("/cluster", cluster),
+        *page_routes(),
     ]
     handlers = {ApiError: show, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _failed}
-    return Guard(Starlette(routes=routes, exception_handlers=handlers), service.options, ())
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), service.options, PAGE_PATHS)
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -44,11 +44,11 @@ class Metrics:
         yield from self._of_ranks()
 
     def _of_ranks(self) -> Iterator[Metric]:
-        reports = self._service.cluster.reports
+        snapshots = self._service.cluster.snapshots
         seconds = CounterMetricFamily("hostring_rank_seconds", "What a rank spent its time on.", labels=["rank", "on"])
         sent = CounterMetricFamily("hostring_rank_sent_bytes", "Payload that a rank sent.", labels=["rank"])
         held = GaugeMetricFamily("hostring_rank_held_bytes", "Memory that a rank holds.", labels=["rank", "of"])
-        for report in reports:
+        for report in snapshots[-1].reports if snapshots else ():
             rank = str(report["rank"])
             for phase, value in report["seconds"].items():
                 seconds.add_metric([rank, phase], value)
