@@ -64,8 +64,10 @@ def test_torch_tensors_that_are_not_plain_memory(run_ranks):
         conjugate, imaginary = z[comm.rank].clone().conj(), z[comm.rank].clone().conj().imag
         assert conjugate.is_conj()
         assert imaginary.is_neg()
-        comm.all_reduce(conjugate)
-        assert torch.equal(conjugate, z[0].conj().resolve_conj() + z[1].conj().resolve_conj())
+        mixed = conjugate if comm.rank == 0 else z[1].clone()
+        assert torch.equal(comm.all_gather(conjugate), torch.stack([z[0].conj(), z[1].conj()]))
+        comm.all_reduce(mixed)
+        assert torch.equal(mixed, z[0].conj().resolve_conj() + z[1])
         gathered = comm.all_gather(imaginary)
         assert torch.equal(gathered, torch.stack([-z[0].imag, -z[1].imag]))
         comm.broadcast(imaginary, 1)

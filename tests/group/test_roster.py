@@ -47,6 +47,23 @@ def test_loopback_addresses_are_no_use_to_another_host() -> None:
     assert same.addresses_of(1) == [("127.0.0.1", 5), ("10.0.0.2", 5)]
 
 
+def test_a_rank_that_published_itself_as_another_is_named() -> None:
+    good = roster(a_rank("a", "a"), a_rank("a", "a"), a_rank("a", "a"))
+    good.check()
+    entries = [*good.entries[:2], replace(good.entries[2], rank=1)]
+    with pytest.raises(HandshakeError, match="rank 1 published itself as rank 2") as failure:
+        Roster("world", b"", entries[0], entries).check()
+    assert failure.value.rank == 2
+
+
+def test_an_entry_of_another_world_size_is_refused_as_it_is_read() -> None:
+    mine, theirs = roster(a_rank("a", "a"), a_rank("a", "a")).entries
+    data = theirs.to_bytes()
+    assert Entry.from_bytes(1, data, mine) == theirs
+    with pytest.raises(HandshakeError, match="world_size differs: rank 0 has 3, rank 1 has 2; give all ranks the same"):
+        Entry.from_bytes(1, data, replace(mine, world_size=3))
+
+
 def test_link_local_addresses_are_dialled_on_our_own_interface() -> None:
     pair = roster(a_rank("a", "a", "10.0.0.1", "fe80::1%eth7"), a_rank("b", "b", "fe80::2%enp3s0"))
     assert pair.addresses_of(1) == [("fe80::2%eth7", 5)]
