@@ -17,8 +17,9 @@ from demo_jobs import job
 import hostring
 from hostring.integrations.llm.demo.job import BUNDLED, Job
 from hostring.integrations.llm.demo.planned import plan_together
-from hostring.integrations.llm.planning import live, probe
+from hostring.integrations.llm.planning import fit, live, probe
 from hostring.integrations.llm.planning.document import bound_of, document
+from hostring.integrations.llm.planning.fit import Need, check_fit
 from hostring.integrations.llm.planning.footprint import Way
 from hostring.integrations.llm.planning.live import Links, plan_live
 from hostring.integrations.llm.planning.memory_pool import cgroups_left, find_pool, last_cache_nbytes, machine_left
@@ -86,7 +87,7 @@ def test_every_pair_of_ranks_is_measured(run_ranks: Ranks) -> None:
 
 
 def test_fewer_ranks_wait_for_their_own_slowest_pair() -> None:
-    links = Links(100e-6, {(0, 1): 20e-6, (0, 2): 200e-6, (1, 2): 100e-6})
+    links = Links(100e-6, [0.0] * 3, {(0, 1): 20e-6, (0, 2): 200e-6, (1, 2): 100e-6})
     assert links.collective_s((0, 1, 2)) == pytest.approx(100e-6)
     assert links.collective_s((0, 1)) == pytest.approx(10e-6)
     assert links.collective_s((1,)) == 0
@@ -121,9 +122,39 @@ def test_a_rank_that_comes_back_gets_the_shares_of_the_others(run_ranks: Ranks) 
     assert {one.shares for one in run_ranks(3, run)} == {shares}
 
 
-def test_only_auto_is_a_collective() -> None:
-    comm: Any = None
-    assert plan_together(job(plan="even"), comm, CPU) == job(plan="even")
+def test_all_ranks_plan_or_none_does(run_ranks: Ranks) -> None:
+    def run(comm: hostring.Comm) -> None:
+        with pytest.raises(ValueError, match="rank 1 was told --plan auto and others were not"):
+            plan_together(job(plan="auto" if comm.rank == 1 else "even"), comm, CPU)
+
+    run_ranks(3, run)
+
+
+@pytest.mark.parametrize(("left", "fits"), [((9e9, 9e9), True), ((9e9, 3e6), False)])
+def test_planned_shares_must_fit_what_is_left(
+    left: tuple[float, float], fits: bool, run_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank has room for less than its share: all refuse, and say whose share it is, before they read weights."""
+    monkeypatch.setattr(fit, "find_pool", lambda device, index: (f"pool {index}", int(left[index])))
+    uneven = job(plan="some.json", shares=((2, 3), (200, 237), (1000, 1053)))
+
+    def run(comm: hostring.Comm) -> None:
+        device = torch.device("cpu", comm.rank)
+        if fits:
+            assert plan_together(uneven, comm, device) == uneven
+            return
+        with pytest.raises(ValueError, match=r"rank 1 needs [0-9.]+ MB .* and 3.0 MB are left there"):
+            plan_together(uneven, comm, device)
+        assert plan_together(uneven, comm, device, loaded=True) == uneven
+
+    run_ranks(2, run)
+
+
+def test_ranks_of_one_pool_need_it_together() -> None:
+    check_fit([Need("a", 60, 100), Need("b", 90, 100), None])
+    with pytest.raises(ValueError, match="ranks 0, 2 together need"):
+        check_fit([Need("a", 60, 100), Need("b", 90, 100), Need("a", 50, 101)])
+    check_fit([Need("a", 60, None)])
 
 
 def test_limits_of_cgroups_count(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from gguf import GGMLQuantizationType as Kind
 from model_headers import sparse_gguf
 
 from hostring.integrations.llm.demo.job import BUNDLED
+from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.planning.ask import parse_memory, plan_for
 from hostring.integrations.llm.planning.budget import Budget
 from hostring.integrations.llm.planning.document import document, lines
+from hostring.integrations.llm.planning.legal import check_legal, nearest_legal
 from hostring.integrations.llm.planning.model_file import read_model_file
 from hostring.integrations.llm.planning.shares import DoesNotFit, need_of
 
@@ -207,3 +209,40 @@ def test_files_that_cannot_be_packed_are_planned_exact(tmp_path: Path) -> None:
     assert choice.problem.ranks[0].way.compute == "exact"
     with pytest.raises(ValueError, match="can't be computed packed"):
         plan_for(path, 2, compute="packed")
+
+
+def test_a_rank_at_a_tenth_never_lowers_the_rate(tmp_path: Path) -> None:
+    """Four ranks, one of which may run a tenth of the time: it gets little, or nothing."""
+    path = sparse_gguf(tmp_path / "m.gguf", layers=8, kv_heads=8, columns=8192)
+    like = {"decode_gb_per_s": 10, "compute": "exact"}
+    ranks = ranks_file(tmp_path / "r.json", like, like, {**like, "duty": 0.1, "name": "tenth"}, like, collective_us=20)
+    three = plan_for(path, ranks_file(tmp_path / "three.json", like, like, like, collective_us=20), keep_all=True)
+    choice = plan_for(path, ranks)
+    assert choice.solution.step_s <= three.solution.step_s
+    if choice.left_out:
+        assert [one.name for one in choice.left_out] == ["tenth"]
+    else:
+        assert choice.solution.plan.columns[2] < 8192 / 8
+
+
+def test_a_measured_plan_says_how_long_regions_stay_unresolved(model: Path, tmp_path: Path) -> None:
+    choice = plan_for(model, ranks_file(tmp_path / "r.json", {"decode_gb_per_s": 1}, {"decode_gb_per_s": 2}))
+    told = document(choice)
+    assert [region["unresolved"]["unit"] for region in told["regions"]] == ["s", "s"]
+    assert told["regions"][1]["unresolved"]["predicted"] == max(choice.solution.mlp)
+    assert "4 operations unresolved, predicted" in "\n".join(lines(choice))
+
+
+def test_a_plan_between_units_is_refused_with_the_nearest_legal_one(model: Path) -> None:
+    units = read_model_file(model).units
+    assert units is not None
+    wished = ShardPlan((1, 3), (700, 1348), (500, 500))
+    legal = nearest_legal(wished, units)
+    assert legal is not None
+    check_legal(legal, units, "legal.json")
+    assert abs(legal.columns[0] - 700) <= max(len(unit) for unit in units.columns) / 2
+    words = f"nearest legal plan has 1/3 KV-head groups and {legal.columns[0]}/{legal.columns[1]} columns"
+    with pytest.raises(ValueError, match=words):
+        check_legal(wished, units, "wished.json")
+    with pytest.raises(ValueError, match="this file allows 4 ranks at most"):
+        check_legal(ShardPlan((1, 1, 1, 1, 0), (512, 512, 512, 500, 12), (200,) * 5), units, "five.json")

@@ -138,7 +138,7 @@ def make_job(
     one_dtype = dtypes is None or "," not in dtypes
     if ranks is None and len(places) > 1 and one_dtype:
         ranks = len(places)
-    plan = plan_of_file(rest.get("plan", EVEN), path)
+    plan = plan_of_file(rest.get("plan", EVEN), path, rest.get("compute", "auto"))
     if ranks is None and plan is not None and one_dtype:
         ranks = plan.plan.world_size
     kinds = _dtypes(ranks, dtypes)

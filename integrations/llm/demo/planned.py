@@ -1,12 +1,14 @@
-"""`--plan auto` in a group: its ranks are measured before they load, and all take the same shares."""
+"""Before the ranks of a group load: planned shares must fit, and with `--plan auto` they are measured first."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from hostring.integrations.llm.demo.job import Job
+from hostring.integrations.llm.planning.fit import Need, check_fit, need_here
+from hostring.integrations.llm.planning.footprint import Way
 from hostring.integrations.llm.planning.wish import AUTO
 
 if TYPE_CHECKING:
@@ -16,29 +18,45 @@ if TYPE_CHECKING:
     from hostring.integrations.llm.planning.choose import Choice
 
 
-def plan_together(job: Job, comm: Comm, device: torch.device) -> Job:
-    """`job` with shares, where the ranks are to find them. A collective then.
+def plan_together(job: Job, comm: Comm, device: torch.device, loaded: bool = False) -> Job:
+    """`job` with shares, where the ranks are to find them; planned shares must fit. A collective.
 
     Ranks that have shares already keep them, and tell them to one that came back.
 
+    Args:
+        loaded: this rank has its part of the model.
+
     Raises:
-        ValueError: a rank would slow the others down, or nothing fits; on every rank, before a weight is read.
+        ValueError: not all ranks were told to plan, a rank would slow the others down, or a share doesn't fit; on every
+            rank, before a weight is read.
     """
+    need = _need(job, comm.rank, device) if job.shares and not loaded else None
+    mine = {"auto": job.plan == AUTO, "shares": job.shares, "planned": job.planned, "need": need and asdict(need)}
+    told = [json.loads(one) for one in comm.gather_bytes(json.dumps(mine).encode())]
+    for rank, one in enumerate(told):
+        if one["auto"] != told[0]["auto"]:
+            raise ValueError(f"rank {rank if one['auto'] else 0} was told --plan auto and others were not; tell all")
+    check_fit([one["need"] and Need(**one["need"]) for one in told])
     if job.plan != AUTO:
         return job
-    known = json.dumps([job.shares, job.planned]).encode() if job.shares else b""
-    for told in comm.gather_bytes(known):
-        if told:
-            shares, about = json.loads(told)
-            return replace(job, shares=tuple(map(tuple, shares)), planned=about)
+    for one in told:
+        if one["shares"]:
+            return replace(job, shares=tuple(map(tuple, one["shares"])), planned=one["planned"])
     choice = measured(job, comm, device)
     if choice.left_out:
-        one = choice.left_out[0]
+        left = choice.left_out[0]
         raise ValueError(
-            f"rank {one.rank} ({one.name}) should not take part: {one.why}. Start the group without it, or give "
+            f"rank {left.rank} ({left.name}) should not take part: {left.why}. Start the group without it, or give "
             "--plan even"
         )
     return with_shares(job, choice)
+
+
+def _need(job: Job, rank: int, device: torch.device) -> Need:
+    plan = job.shard_plan
+    assert plan is not None
+    way = Way(job.compute, job.dtypes[rank], device.type)
+    return need_here(job.model, plan, rank, way, device.index or 0)
 
 
 def measured(job: Job, comm: Comm, device: torch.device) -> Choice:

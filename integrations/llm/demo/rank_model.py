@@ -77,7 +77,7 @@ class RankModel:
 
     def move_to(self, comm: Comm) -> None:
         """Go on in a rebuilt group; the weights stay where this rank is still the same."""
-        self.job = plan_together(self.job, comm, self.device)
+        self.job = plan_together(self.job, comm, self.device, loaded=self._loaded is not None)
         if self._loaded is not None and (comm.rank, comm.world_size) == (self.comm.rank, self.comm.world_size):
             self._packed_ranks = stay(self._loaded[1].sharded, comm)
             if self.job.same_bits:

@@ -36,7 +36,7 @@ def document(choice: Choice, budget: Budget | None = None) -> dict[str, Any]:
         "left_out": [asdict(one) for one in choice.left_out],
         "collective_us": 1e6 * choice.problem.collective_s or None,
         "layers": config.num_hidden_layers,
-        **trace_layer(config).as_json(),
+        **_layer_json(choice),
         "boundaries": COLLECTIVES_PER_LAYER * config.num_hidden_layers,
         "boundary_bytes": boundary_nbytes(config.hidden_size),
         "bytes_per_token": token_nbytes(config.hidden_size, config.num_hidden_layers),
@@ -46,6 +46,21 @@ def document(choice: Choice, budget: Budget | None = None) -> dict[str, Any]:
         "budget": None if budget is None else budget.as_json(),
         "feasible": budget is None or budget.feasible,
     }
+
+
+def _layer_json(choice: Choice) -> dict[str, Any]:
+    """Regions and boundaries; a region's time is that of its slowest rank, in one layer, as the probes measured it."""
+    found = trace_layer(choice.problem.model.config).as_json()
+    if choice.timed:
+        for region in found["regions"]:
+            region["unresolved"] = Predicted(_slowest(choice, region["name"]), "s").as_json()
+    return found
+
+
+def _slowest(choice: Choice, region: str) -> float:
+    """Seconds of the slowest rank in a region of one layer."""
+    lanes: tuple[float, ...] = getattr(choice.solution, region)
+    return max(lanes)
 
 
 def _rank(choice: Choice, rank: int) -> dict[str, Any]:
@@ -125,7 +140,7 @@ def lines(choice: Choice, budget: Budget | None = None) -> Iterator[str]:
     """What is said beside the table."""
     model, solution = choice.problem.model, choice.solution
     config = model.config
-    yield from _layer_lines(trace_layer(config), config.num_hidden_layers)
+    yield from _layer_lines(choice, trace_layer(config))
     nbytes = token_nbytes(config.hidden_size, config.num_hidden_layers)
     yield f"hidden states that become whole: {nbytes:,} bytes per token"
     if choice.timed:
@@ -149,11 +164,14 @@ def advice(choice: Choice) -> Iterator[str]:
         yield said
 
 
-def _layer_lines(layer: Layer, n_layers: int) -> Iterator[str]:
-    yield f"{n_layers} layers, each with {len(layer.boundaries)} boundaries:"
+def _layer_lines(choice: Choice, layer: Layer) -> Iterator[str]:
+    yield f"{choice.problem.model.config.num_hidden_layers} layers, each with {len(layer.boundaries)} boundaries:"
     for region, boundary in zip(layer.regions, layer.boundaries, strict=True):
         names = ", ".join(f"{op.name} -> {op.state}" for op in region.operations)
-        yield f"  {region.name}: {names}; {len(region.unresolved)} operations unresolved"
+        span = f"{len(region.unresolved)} operations unresolved"
+        if choice.timed:
+            span += f", {Predicted(1e6 * _slowest(choice, region.name), 'us')} on the slowest rank"
+        yield f"  {region.name}: {names}; {span}"
         yield f"  boundary: {boundary.before} -> {boundary.then} by all_reduce"
 
 

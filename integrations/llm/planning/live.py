@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -35,10 +35,12 @@ class Links:
     """What a reduction takes.
 
     Attributes:
-        all_s: seconds among all ranks. pairs: of a message there and back, by pair.
+        all_s: seconds among all ranks. cpu_s: of each rank's processor.
+        pairs: of a message there and back, by pair.
     """
 
     all_s: float
+    cpu_s: list[float]
     pairs: dict[tuple[int, int], float]
 
     def collective_s(self, kept: Sequence[int]) -> float:
@@ -72,9 +74,11 @@ def plan_live(
     comm.barrier(timeout=PROBE_WAIT_S)
     mine = probe(path, compute, dtype, found, f"{platform.node()} {found}", comm.world_size)
     told = comm.gather_bytes(json.dumps(mine.as_json()).encode(), timeout=PROBE_WAIT_S)
-    specs = [RankSpec.from_json(json.loads(one)) for one in told]
     model = read_model_file(path)
     links = measure_links(comm, model.config.hidden_size)
+    specs = [
+        replace(RankSpec.from_json(json.loads(one)), collective_cpu_s=links.cpu_s[n]) for n, one in enumerate(told)
+    ]
     return choose(model, specs, links.collective_s, phase=phase, tie=tie, max_seq=max_seq, leave_out=not keep_all)
 
 
@@ -82,9 +86,11 @@ def measure_links(comm: Comm, n_elements: int) -> Links:
     """Time reductions of one hidden state, and messages between every pair. A collective; all get the same."""
     row = np.zeros(n_elements, np.float32)
     if comm.world_size == 1:
-        return Links(0.0, {})
+        return Links(0.0, [0.0], {})
     comm.barrier(timeout=PROBE_WAIT_S)
+    busy = process_time()
     all_s = median(_times(lambda: comm.all_reduce(row), _ROUNDS))
+    cpu_s = (process_time() - busy) / _ROUNDS
     mine = []
     for a, b in combinations(range(comm.world_size), 2):
         comm.barrier()
@@ -94,8 +100,9 @@ def measure_links(comm: Comm, n_elements: int) -> Links:
             for _ in range(_PING_ROUNDS):
                 comm.recv(row, a)
                 comm.send(row, a)
-    rows = [json.loads(one) for one in comm.gather_bytes(json.dumps([all_s, mine]).encode())]
-    return Links(max(one[0] for one in rows), {(a, b): s for one in rows for a, b, s in one[1]})
+    rows = [json.loads(one) for one in comm.gather_bytes(json.dumps([all_s, cpu_s, mine]).encode())]
+    pairs = {(a, b): s for one in rows for a, b, s in one[2]}
+    return Links(max(one[0] for one in rows), [one[1] for one in rows], pairs)
 
 
 def _ping(comm: Comm, row: Any, peer: int) -> None:

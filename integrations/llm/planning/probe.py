@@ -100,6 +100,7 @@ def probe(path: str | Path, compute: str, dtype: str, device: torch.device, name
     seen = _layer_nbytes(model, way) / layer
     if way.compute == "packed":
         flops *= _INT8_GAIN
+    cache = last_cache_nbytes() if device.type == "cpu" else 0
     return RankSpec(
         name,
         way,
@@ -107,11 +108,11 @@ def probe(path: str | Path, compute: str, dtype: str, device: torch.device, name
         offers,
         decode,
         prefill,
-        min(t.duty for t in timings),
-        max(stream, seen if _layer_nbytes(model, way) > last_cache_nbytes() else 0.0),
-        max(warm, seen),
-        flops,
-        last_cache_nbytes() if device.type == "cpu" else 0,
+        duty=min(t.duty for t in timings),
+        stream_rate=max(stream, seen if _layer_nbytes(model, way) > cache else 0.0),
+        warm_rate=max(warm, seen),
+        flop_rate=flops,
+        cache_nbytes=cache,
     )
 
 

@@ -54,6 +54,7 @@ class RankSpec:
         pool: which memory it uses; ranks with the same pool share it. memory_nbytes: what that offers; None: unknown.
         decode, prefill: seconds for one token's part; None where nobody measured or said it.
         duty: the part of the time that it is allowed to run, as under a CPU quota: it banks the rest while it waits.
+        collective_cpu_s: processor time of one reduction, which a quota counts too.
         stream_rate: bytes/s that it reads from memory. warm_rate: the same from its cache. flop_rate: operations/s.
         cache_nbytes: of its last-level cache.
     """
@@ -65,6 +66,7 @@ class RankSpec:
     decode: PhaseCost | None = None
     prefill: PhaseCost | None = None
     duty: float = 1.0
+    collective_cpu_s: float = 0.0
     stream_rate: float | None = None
     warm_rate: float | None = None
     flop_rate: float | None = None

@@ -134,7 +134,8 @@ def evaluate(problem: Problem, plan: ShardPlan, tie: str = "given") -> Solution:
     duties = [spec.duty for spec in problem.ranks]
     # A rank under a quota runs at full speed until it has used it up, and saves it while it waits.
     together = n_layers * (max(attention) + max(mlp)) + max(head)
-    alone = max(lane / duty for lane, duty in zip(solution.lanes(n_layers), duties, strict=True))
+    busy = [n_collectives * spec.collective_cpu_s for spec in problem.ranks]
+    alone = max((lane + b) / duty for lane, b, duty in zip(solution.lanes(n_layers), busy, duties, strict=True))
     step_s = max(together, alone) + n_collectives * problem.collective_s
     return Solution(plan, tie, attention, mlp, head, step_s)
 
@@ -181,14 +182,19 @@ def _complete(problem: Problem, groups: tuple[int, ...], tie: str) -> tuple[floa
     room = problem.room()
     attention = _lanes(problem, "attention")
     excess = _take(room, attention, groups)
-    done = [lane.seconds(n) for lane, n in zip(attention, groups, strict=True)] if tie == "lanes" else None
-    mlp = _lanes(problem, "mlp", done)
+    mlp = _lanes(problem, "mlp", _done_before(problem, attention, groups) if tie == "lanes" else None)
     columns = level(problem.column_borders, mlp, room)
     excess += _take(room, mlp, columns)
     head = _lanes(problem, "head")
     vocab = level(range(problem.model.config.vocab_size + 1), head, room)
     excess += _take(room, head, vocab)
     return excess, evaluate(problem, ShardPlan(groups, columns, vocab), tie)
+
+
+def _done_before(problem: Problem, attention: Sequence[Lane], groups: Sequence[int]) -> list[float]:
+    """Seconds of a layer that each rank is busy with besides its MLP: attention, and two reductions."""
+    busy = [2 * spec.collective_cpu_s / spec.duty if len(groups) > 1 else 0.0 for spec in problem.ranks]
+    return [lane.seconds(n) + b for lane, n, b in zip(attention, groups, busy, strict=True)]
 
 
 def _take(room: dict[str, float], lanes: Sequence[Lane], shares: Sequence[int]) -> float:

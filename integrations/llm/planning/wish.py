@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from hostring.integrations.llm.planning.ask import plan_for
+from hostring.integrations.llm.planning.legal import check_legal
 from hostring.integrations.llm.planning.model_file import read_model_file
 from hostring.integrations.llm.planning.plan_file import PlanFile, read_plan
 
@@ -14,13 +15,23 @@ BYTES: Final = "bytes"
 AUTO: Final = "auto"
 
 
-def plan_of_file(wish: str, model: Path) -> PlanFile | None:
+def plan_of_file(wish: str, path: Path, compute: str) -> PlanFile | None:
     """The plan in a file; None where `wish` is one of the words.
 
+    Args:
+        path: of the model. compute: "packed" takes whole units only.
+
     Raises:
-        FileNotFoundError: no such file. ValueError: it holds no plan for this model.
+        FileNotFoundError: no such file.
+        ValueError: it holds no plan for this model, or no legal one; names the nearest.
     """
-    return None if wish in (EVEN, BYTES, AUTO) else read_plan(wish, read_model_file(model).config)
+    if wish in (EVEN, BYTES, AUTO):
+        return None
+    model = read_model_file(path)
+    plan = read_plan(wish, model.config)
+    if compute == "packed" and model.units is not None:
+        check_legal(plan.plan, model.units, wish)
+    return plan
 
 
 def plan_by_bytes(model: Path, n_ranks: int, compute: str) -> PlanFile:
