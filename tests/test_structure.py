@@ -44,7 +44,7 @@ MODEL_LAYERS = (
     ("planning",),
     ("prefix", "regroup"),
     ("generate", "spans"),
-    ("conversation",),
+    ("conversation", "xray"),
     ("demo",),
     ("serve",),
     ("",),

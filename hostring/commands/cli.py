@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from hostring.command_line import run
-from hostring.commands import certify, cluster, doctor, launch, model, plan, plan_model, serve, trace, tune
+from hostring.commands import certify, cluster, doctor, launch, model, plan, plan_model, serve, trace, tune, xray
 
 app = typer.Typer(
     help="The same bits on every rank, over plain Ethernet.",
@@ -14,7 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for group in (launch, certify, model, serve, cluster, trace, doctor, tune, plan, plan_model):
+for group in (launch, certify, model, serve, cluster, trace, doctor, tune, plan, plan_model, xray):
     group.add(app)
 
 

@@ -70,6 +70,10 @@ SameBits = Annotated[
         "--same-bits", help="Promise the logits of any number of ranks, bit for bit, and hash them; or refuse at start."
     ),
 ]
+Xray = Annotated[
+    Path | None,
+    typer.Option(help="Record the first answer stage by stage to this file, for `hostring xray`.", dir_okay=False),
+]
 Devices = Annotated[
     str,
     typer.Option(
@@ -112,6 +116,7 @@ def demo(
     compute: Compute = "auto",
     plan: Plan = "even",
     same_bits: SameBits = False,
+    xray: Xray = None,
     rejoin_timeout: RejoinTimeout = 300.0,
     timeout: Annotated[float, typer.Option(min=0.1, help=_TIMEOUT_HELP)] = 120.0,
 ) -> None:
@@ -153,6 +158,7 @@ def generate(
     compute: Compute = "auto",
     plan: Plan = "even",
     same_bits: SameBits = False,
+    xray: Xray = None,
     rejoin_timeout: RejoinTimeout = 300.0,
     timeout: Annotated[float | None, typer.Option(min=0.1, help=f"{_TIMEOUT_HELP} 120 by default.")] = None,
 ) -> None:
@@ -210,6 +216,7 @@ def _job(options: dict[str, Any], **decided: Any) -> Any:
     for name, ours in (("prompt", "prompts"), ("device", "devices"), ("rejoin_timeout", "patience")):
         given[ours] = given.pop(name)
     given["prompts"] = given["prompts"] or ()
+    given["xray"] = "" if given["xray"] is None else str(given["xray"].absolute())
     return _load("demo.job").make_job(order=_order(given["topology"]), **given)
 
 

@@ -33,7 +33,7 @@ from hostring.integrations.llm.model.sampling import (
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.prefix import PrefixCache
 from hostring.integrations.llm.request import HEAD_RANK, Request, check_fit, share_request
-from hostring.integrations.llm.same_bits import LogitsHash
+from hostring.integrations.llm.same_bits import LogitsHash, OnLogits
 from hostring.integrations.llm.sharded import DTYPES
 from hostring.integrations.llm.stats import Stats, Traffic, decode_measured, prefill_measured
 
@@ -59,7 +59,8 @@ class Model:
     Attributes:
         packed_ranks: which ranks compute packed.
         bytes_read: of tensor data, to load it. load_s: seconds that took, without the tokenizer.
-        hash_logits: gather the logits of every step and hash them, see `Stats.logits_sha256`.
+        hash_logits: gather the logits of every step and hash them, see `Stats.logits_sha256`. on_logits: sees them
+            then.
     """
 
     sharded: LocalModel
@@ -68,6 +69,7 @@ class Model:
     bytes_read: int = 0
     load_s: float = 0.0
     hash_logits: bool = False
+    on_logits: OnLogits | None = None
 
     @property
     def comm(self) -> Comm:
@@ -218,7 +220,7 @@ class _Run:
         self.limit = min(request.max_tokens, cache.max_seq - cache.length - len(ids) + 1)
         self.stream = model.tokenizer.stream()
         self.tokens: list[int] = []
-        self.logits = LogitsHash(self.comm, self.sharded.plan) if model.hash_logits else None
+        self.logits = LogitsHash(self.comm, self.sharded.plan, model.on_logits) if model.hash_logits else None
 
     def generation(self) -> Generation:
         audit = self.sharded.reducer.audit

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from hostring import Comm
@@ -19,6 +22,9 @@ from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import gather_logits
 from hostring.integrations.llm.packed.library import PACKAGE, load
 from hostring.integrations.llm.request import HEAD_RANK
+
+OnLogits = Callable[[npt.NDArray[np.float32]], None]
+"""Called with the logits of each step, shape (1, vocabulary), on the head rank."""
 
 INSTEAD = "use a GGUF file and --compute packed on every rank, or leave --same-bits out"
 
@@ -82,8 +88,8 @@ class LogitsHash:
         gathered_elements: what each rank brings to the gather of one step.
     """
 
-    def __init__(self, comm: Comm, plan: ShardPlan) -> None:
-        self._comm, self._plan = comm, plan
+    def __init__(self, comm: Comm, plan: ShardPlan, on_logits: OnLogits | None = None) -> None:
+        self._comm, self._plan, self._on_logits = comm, plan, on_logits
         self._hash, self.gathered_elements = hashlib.sha256(), max(plan.vocab)
 
     def add(self, logits: Tensor) -> None:
@@ -91,6 +97,8 @@ class LogitsHash:
         whole = gather_logits(self._comm, logits, self._plan, HEAD_RANK)
         if whole is not None:
             self._hash.update(whole.data)
+            if self._on_logits is not None:
+                self._on_logits(whole)
 
     @property
     def sha256(self) -> str | None:

@@ -34,6 +34,7 @@ class Job:
         shares: KV groups, columns and vocabulary by rank, where they are known before the ranks start.
         planned: what else the plan says, as JSON.
         same_bits: promise the bits of any other number of ranks, see `load_model`.
+        xray: file for a recording of the first answer, stage by stage; none where it is empty.
         prompts: answered one after the other; none for one that suits the model.
         chat: more of them come from the head rank's standard input, a line each, and all are one conversation.
             Otherwise
@@ -62,6 +63,7 @@ class Job:
     shares: tuple[tuple[int, ...], ...] = ()
     planned: str = ""
     same_bits: bool = False
+    xray: str = ""
     topology: str = "auto"
     order: str = "rank"
     timeout: float = 120.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hostring import Comm
@@ -17,6 +18,7 @@ from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.sampling import Sampling
 from hostring.integrations.llm.request import HEAD_RANK
 from hostring.integrations.llm.same_bits import promise
+from hostring.integrations.llm.xray.recording import Recording
 
 Report = dict[str, Any]
 
@@ -41,6 +43,7 @@ class RankModel:
         model = self.model(comm, self.job.dtypes)
         self.continued = not model.tokenizer.templates.sources
         self.conversation = Conversation(model) if job.chat else None
+        self._recording = Recording(model) if job.xray else None
 
     @property
     def default_prompts(self) -> tuple[str, ...]:
@@ -104,7 +107,13 @@ class RankModel:
         if warm_up:
             self._warm_up(model, ids)
         generate = model.generate if self.conversation is None else self.conversation.answer
-        return generate(ids, self.sampling, max_tokens=self.job.max_tokens, on_text=on_text, on_token=on_token)
+        found = generate(ids, self.sampling, max_tokens=self.job.max_tokens, on_text=on_text, on_token=on_token)
+        if self._recording is not None:
+            about = {"model": self.job.model, "prompt": list(ids), "topology": self.comm.topology}
+            self._recording.write(Path(self.job.xray), found, order=self.comm.order, **about)
+            self._recording.stop()
+            self._recording = None
+        return found
 
     def reports(self, found: Generation) -> list[Report]:
         """What every rank says of an answer, by rank, on the head rank; nothing elsewhere. A collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,10 @@ class StreamAudit:
 
     Attributes:
         wrong_steps: steps that ended with another stream, since the last restart.
+        on_stage: called with "begin", "add", "end" and what those are called with, and with "restart" and None.
     """
+
+    on_stage: Callable[[str, Tensor | None], None] | None = None
 
     def __init__(self, reductions: int) -> None:
         self._hash = hashlib.sha256()
@@ -36,11 +40,13 @@ class StreamAudit:
     def restart(self) -> None:
         """Forget what was noted so far."""
         self._hash, self._stream, self.wrong_steps = hashlib.sha256(), None, 0
+        self._tell("restart", None)
 
     def begin(self, h: Tensor) -> None:
         """A step begins with this stream, of any shape."""
         self._stream = h.detach().cpu().numpy().astype(np.float32).ravel()  # a copy
         self._added = 0
+        self._tell("begin", h)
 
     def add(self, sums: Tensor) -> None:
         """This was reduced."""
@@ -49,6 +55,7 @@ class StreamAudit:
         if self._stream is not None and values.size == self._stream.size:
             np.add(self._stream, values.ravel(), out=self._stream)
             self._added += 1
+        self._tell("add", sums)
 
     def end(self, h: Tensor) -> None:
         """The step ends with this stream."""
@@ -58,6 +65,11 @@ class StreamAudit:
         if not same or self._added != self._reductions:
             self.wrong_steps += 1
         self._stream = None
+        self._tell("end", h)
+
+    def _tell(self, kind: str, values: Tensor | None) -> None:
+        if self.on_stage is not None:
+            self.on_stage(kind, values)
 
     @property
     def sha256(self) -> str:

@@ -1,0 +1,1 @@
+"""What a run did stage by stage, and where two runs part."""
