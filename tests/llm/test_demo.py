@@ -158,7 +158,7 @@ def test_generate_runs_without_a_launcher_and_without_the_compiler() -> None:
 
 def test_a_model_that_ranks_cant_load_ends_the_demo_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
-    command = [sys.executable, "-m", "hostring", "demo", "--model", str(tmp_path)]
+    command = [sys.executable, "-m", "hostring", "demo", "--ranks", "1", "--model", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 1
     assert "hostring: rank" in done.stderr

@@ -8,25 +8,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-from demo_jobs import PROMPTS, job
+from demo_jobs import PROMPTS, job, measured, silent
 from ranks import in_threads, side_by_side
 
 import hostring
 from hostring.integrations.llm.demo import rank_model
-from hostring.integrations.llm.demo.job import Job
 from hostring.integrations.llm.demo.measure import measure
 from hostring.rendezvous import MemoryStore
-
-
-def silent(kind: str, value: Any) -> None:
-    pass
-
-
-def measured(what: Job) -> dict[str, Any]:
-    """The figures of a run on ranks that are threads."""
-    result = in_threads(what.ranks, lambda comm: measure(what, comm, silent))[0]
-    assert isinstance(result, dict)
-    return result
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

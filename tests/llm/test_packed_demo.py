@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo_jobs import job, measured
 from gguf import GGMLQuantizationType as Kind
 from llm_models import byte_tokenizer, packable_model, write_gguf
 
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
+from hostring.integrations.llm.demo.job import Job
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("packed") / "tiny.gguf"
     return write_gguf(packable_model("qwen3", 2, 64), path, Kind.Q4_0, byte_tokenizer(400))
+
+
+def packed_job(model: Path, **how: Any) -> Job:
+    return job("In the beginning", model=str(model), max_tokens=12, **how)
 
 
 def demo(*args: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +42,7 @@ def figures(path: Path, *args: str) -> dict[str, Any]:
 def test_packed_ranks_say_what_they_hold_and_write_what_one_writes(model: Path, tmp_path: Path) -> None:
     prompt = ("--model", str(model), "--prompt", "In the beginning", "--compute", "packed")
     two = figures(tmp_path / "2.json", *prompt, "--ranks", "2")
-    one = figures(tmp_path / "1.json", *prompt, "--ranks", "1", "--no-controls")
+    one = measured(packed_job(model, dtypes=("float16",), compute="packed"))
     checkpoint = GgufCheckpoint(model)
     file_nbytes = sum(t.row_nbytes * (t.shape[0] if len(t.shape) > 1 else 1) for t in checkpoint.tensors.values())
     assert (two["compute"], one["compute"]) == ("packed", "packed")
@@ -49,14 +55,14 @@ def test_packed_ranks_say_what_they_hold_and_write_what_one_writes(model: Path, 
     assert [control["tokens"] for control in two["controls"]["one_rank"]] == [one["tokens"]]
 
 
-def test_exact_ranks_of_the_same_file_dequantise(model: Path, tmp_path: Path) -> None:
-    found = figures(tmp_path / "x.json", "--model", str(model), "--compute", "exact", "--no-controls")
+def test_exact_ranks_of_the_same_file_dequantise(model: Path) -> None:
+    found = measured(packed_job(model, dtypes=("float16", "bfloat16"), compute="exact"))
     assert found["compute"] == "exact"
     assert [report["dtype"] for report in found["per_rank"]] == ["float16", "bfloat16"]
 
 
 def test_what_is_not_a_gguf_file_cannot_be_packed() -> None:
-    done = demo("--compute", "packed", "--no-controls")
+    done = demo("--compute", "packed", "--no-controls", "--ranks", "1")
     assert done.returncode != 0
     assert "can't compute packed: only GGUF files hold weights that can be decoded packed" in done.stderr
 
