@@ -72,20 +72,20 @@ def greedy(
     checkpoint = GgufCheckpoint(path)
     units = units_of(checkpoint)
     plan = plan or units.shares(checkpoint.config, comm.world_size)
-    steps = Steps(decoder := PackedDecoder(checkpoint, plan, units, comm.rank))
-    cache, sums = PackedCache(decoder.local, 256), Sums(comm)
+    decoder = PackedDecoder(checkpoint, plan, units, comm.rank)
+    cache, steps = PackedCache(decoder.local, 256), Steps(decoder, Sums(comm))
 
     def whole(part: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         return comm.all_gather(part[0].copy(), counts=plan.vocab) if comm.world_size > 1 else part[0].copy()
 
     start, logits = 0, None
     for n in [*chunks, len(IDS) - sum(chunks)]:
-        logits = steps.run([(cache, IDS[start : start + n])], sums)
+        logits = steps.run([(cache, IDS[start : start + n])])
         start += n
     found, rows = [], [whole(logits)]
     for _ in range(n_tokens):
         found.append(int(rows[-1].argmax()))
-        rows.append(whole(steps.run([(cache, [found[-1]])], sums)))
+        rows.append(whole(steps.run([(cache, [found[-1]])])))
     return found, np.array(rows)
 
 
@@ -195,11 +195,11 @@ def test_a_full_cache_is_refused_before_anything_is_computed(tmp_path: Path) -> 
     path = write_gguf(packable_model("qwen3", 1, 64), tmp_path / "m.gguf", Kind.Q8_0)
     checkpoint = GgufCheckpoint(path)
     units = units_of(checkpoint)
-    steps = Steps(decoder := PackedDecoder(checkpoint, units.shares(checkpoint.config, 1), units, 0))
-    cache = PackedCache(decoder.local, 4)
-    steps.run([(cache, [1, 2, 3])], Sums(hostring.init(0, 1)))
+    decoder = PackedDecoder(checkpoint, units.shares(checkpoint.config, 1), units, 0)
+    cache, steps = PackedCache(decoder.local, 4), Steps(decoder, None)
+    steps.run([(cache, [1, 2, 3])])
     with pytest.raises(ValueError, match="KV cache holds 4 positions, 3 are taken and 2 more are needed"):
-        steps.run([(cache, [1, 2])], Sums(hostring.init(0, 1)))
+        steps.run([(cache, [1, 2])])
     assert cache.length == 3
 
 

@@ -121,6 +121,15 @@ def test_a_packed_step_reduces_all_rows_at_once(packable: Path, run_ranks: Ranks
     assert run_ranks(2, run) == [4, 4]  # two layers
 
 
+@pytest.mark.parametrize(("watched", "n_reductions"), [(False, 0), (True, 4)])
+def test_a_packed_rank_alone_reduces_only_what_is_watched(watched: bool, n_reductions: int, packable: Path) -> None:
+    needs_ggml()
+    comm = hostring.init(0, 1)
+    model = build_packed(GgufCheckpoint(packable), comm, max_seq=64, hash_activations=watched)
+    model.step_rows([(model.new_cache(), [1, 2, 3])])
+    assert comm.counters.calls.get("all_reduce", 0) == len(model.forward.reduced_elements) == n_reductions
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_exact_rows_are_those_of_each_sequence_alone(world_size: int, tmp_path: Path, run_ranks: Ranks) -> None:
     path = save(hf_model("llama"), tmp_path)

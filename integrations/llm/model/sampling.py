@@ -72,8 +72,9 @@ def local_candidates(logits: Tensor, n_candidates: int, first: int) -> npt.NDArr
             return found
         logits = logits.cpu()
     if n_candidates == 1 and count:
-        best = logits.argmax()
-        values[0], found[1, 0] = float(logits[best]), first + int(best)
+        row = logits.numpy()  # whose argmax takes a tenth of torch's time
+        best = int(row.argmax())
+        values[0], found[1, 0] = row[best], first + best
     elif count == logits.numel():
         values[:count] = logits.numpy()
         found[1, :count] = np.arange(first, first + count)

@@ -30,10 +30,12 @@ class PackedForward:
 
     Attributes:
         decoder: weights as they are in the file, and how its graphs are built.
+        alone: no other rank adds anything, and nobody watches the stream: a step reduces nothing then.
     """
 
     decoder: PackedDecoder
     reducer: HiddenReducer
+    alone: bool
     compute: str = field(default="packed", init=False)
     compiled: bool = field(default=False, init=False)
     dtype: torch.dtype = field(default=torch.float32, init=False)
@@ -41,7 +43,7 @@ class PackedForward:
     _steps: Steps = field(init=False)
 
     def __post_init__(self) -> None:
-        self._steps = Steps(self.decoder)
+        self._steps = Steps(self.decoder, None if self.alone else self)
 
     @property
     def nbytes_held(self) -> int:
@@ -51,6 +53,8 @@ class PackedForward:
     @property
     def reduced_elements(self) -> list[int]:
         """See `Forward`."""
+        if self.alone:
+            return []
         local, folds = self.decoder.local, self.decoder.folds
         return [folds[r.side].n_slots * local.hidden_size for layer in layers_of(local) for r in layer]
 
@@ -70,7 +74,7 @@ class PackedForward:
 
     def step_rows(self, rows: Rows) -> Tensor:
         """See `LocalModel.step_rows`."""
-        return torch.from_numpy(self._steps.run(rows, self))
+        return torch.from_numpy(self._steps.run(rows))
 
     def begin(self, x: npt.NDArray[np.float32]) -> None:
         """See `Sums`."""
@@ -123,4 +127,5 @@ def build_packed(
     checkpoint.bytes_read += decoder.nbytes_held
     audit = StreamAudit(2 * config.num_hidden_layers) if hash_activations else None
     reducer = HiddenReducer(comm, config.hidden_size, audit)
-    return LocalModel(PackedForward(decoder, reducer), config, plan, comm, reducer, max_seq)
+    forward = PackedForward(decoder, reducer, alone=comm.world_size == 1 and audit is None)
+    return LocalModel(forward, config, plan, comm, reducer, max_seq)

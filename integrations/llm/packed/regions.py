@@ -61,15 +61,22 @@ class Matrices:
 class StepGraphs:
     """The graphs of one shape of a step, in order: embedding, regions, head.
 
+    Args:
+        n_graphs: how many that is.
+        joined: one graph computes all, since no other rank has anything to add in between.
+
     Attributes:
         exchange: what enters and leaves them. caches: what they read and write of each sequence's cache.
     """
 
-    def __init__(self, arena: Arena, config: ModelConfig, exchange: Exchange, n_graphs: int) -> None:
+    def __init__(
+        self, arena: Arena, config: ModelConfig, exchange: Exchange, n_graphs: int, joined: bool = False
+    ) -> None:
         self.arena, self.ggml, self.config, self.exchange = arena, arena.ggml, config, exchange
         self.n_rows = exchange.n_rows
-        self.n_nodes = MAX_REGION_NODES + MAX_SEQUENCE_NODES * len(exchange.sequences)
-        self.context = arena.context(2 * self.n_nodes * n_graphs, n_graphs, self.n_nodes)
+        nodes = MAX_REGION_NODES + MAX_SEQUENCE_NODES * len(exchange.sequences)
+        self._joined, self._max_nodes = joined, nodes * n_graphs if joined else nodes
+        self.context = arena.context(2 * nodes * n_graphs, 1 if joined else n_graphs, self._max_nodes)
         self.inputs = exchange.tensors(self.context)
         self.caches = [CachedRows(arena, self.context, config, sequence) for sequence in exchange.sequences]
         self.before: Fold | None = None  # the reduction whose sum is not yet in the stream
@@ -111,10 +118,10 @@ class StepGraphs:
 
     def end_graph(self, *tensors: Pointer) -> None:
         """One graph that computes these, in this order."""
-        graph = Graph(self.arena, self.n_nodes, self.context)
+        if not (self._joined and self.graphs):
+            self.graphs.append(Graph(self.arena, self._max_nodes, self.context))
         for tensor in tensors:
-            graph.expand(tensor)
-        self.graphs.append(graph)
+            self.graphs[-1].expand(tensor)
 
 
 class LayerGraphs:

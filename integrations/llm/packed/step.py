@@ -41,12 +41,12 @@ class Sums(Protocol):
 class _Step:
     """The graphs of one shape, planned."""
 
-    def __init__(self, decoder: PackedDecoder, shape: Shape) -> None:
+    def __init__(self, decoder: PackedDecoder, shape: Shape, joined: bool) -> None:
         local, arena = decoder.local, Arena(decoder.ggml)
         layers = layers_of(local)
         width, n_logits = local.num_attention_heads * local.head_dim, len(decoder.plan.vocab_of(decoder.rank))
         self.exchange = e = Exchange(arena, rows_of(shape), local.hidden_size, width, decoder.n_slots, n_logits)
-        self._graphs = graphs = StepGraphs(arena, local, e, 2 + sum(map(len, layers)))
+        self._graphs = graphs = StepGraphs(arena, local, e, 2 + sum(map(len, layers)), joined)
         graphs.embed(decoder.embedding)
         for regions, weights in zip(layers, decoder.layers, strict=True):
             ops = LayerGraphs(graphs, weights, decoder.folds, decoder.rope_divisors)
@@ -55,23 +55,26 @@ class _Step:
         graphs.head(decoder.norm, decoder.head)
         backend = Backend(arena, decoder.threads)
         self._compute, self._backend = decoder.ggml.backend_graph_plan_compute, backend.pointer
-        self._first, *between, self._last = backend.plan(arena, graphs.graphs)
+        self._first, *rest = backend.plan(arena, graphs.graphs)  # the first is the only one where they are joined
         for cached in graphs.caches:
             cached.plan_is_made()
         folds = [decoder.folds[region.side] for regions in layers for region in regions]
+        self._last = rest[-1] if rest else None
         self._between = []  # (plan, slots of the other ranks, slots that are exchanged, how they are folded)
-        for plan, fold in zip(between, folds, strict=True):
+        for plan, fold in zip(rest, folds, strict=False):
             own = {slot for slot, _ in fold.brings}
             others = [e.slots[n] for n in range(fold.n_slots) if n not in own]
             self._between.append((plan, others, e.slots[: fold.n_slots], fold.completes))
 
-    def run(self, rows: Rows, sums: Sums) -> npt.NDArray[np.float32]:
+    def run(self, rows: Rows, sums: Sums | None) -> npt.NDArray[np.float32]:
         """Logits of the last row of each sequence, which are shaped as the graphs are."""
         e, compute, backend = self.exchange, self._compute, self._backend
         for sequence, cached, (cache, ids) in zip(e.sequences, self._graphs.caches, rows, strict=True):
             e.fill(sequence, ids, cache.length)
             cached.point_at(cache, cache.length + len(ids))
         compute(backend, self._first)
+        if sums is None:
+            return e.logits
         sums.begin(e.x)
         for plan, others, slots, completes in self._between:
             compute(backend, plan)
@@ -84,18 +87,21 @@ class _Step:
 
 
 class Steps:
-    """Runs steps of a decoder, and keeps the graphs of the shapes that came last."""
+    """Runs steps of a decoder, and keeps the graphs of the shapes that came last.
 
-    def __init__(self, decoder: PackedDecoder) -> None:
-        self._decoder = decoder
+    Args:
+        sums: adds up over the ranks; None on a single rank, which then computes a step in one graph.
+    """
+
+    def __init__(self, decoder: PackedDecoder, sums: Sums | None) -> None:
+        self._decoder, self._sums = decoder, sums
         self._kept: dict[Shape, _Step] = {}
 
-    def run(self, rows: Rows, sums: Sums) -> npt.NDArray[np.float32]:
+    def run(self, rows: Rows) -> npt.NDArray[np.float32]:
         """Feed the ids of each sequence to its own cache.
 
         Args:
             rows: (cache, ids) of each sequence.
-            sums: adds up over the ranks.
 
         Returns:
             this rank's logits of each sequence's last id, shape (sequences, local vocabulary), valid until the next
@@ -110,7 +116,7 @@ class Steps:
         order = sorted(range(len(rows)), key=lambda n: -len(rows[n][1]))
         placed = [rows[n] for n in order]
         shape = tuple((len(ids), _n_cached(len(ids), cache.length + len(ids))) for cache, ids in placed)
-        logits = self._step_of(shape).run(placed, sums)
+        logits = self._step_of(shape).run(placed, self._sums)
         for cache, ids in placed:
             cache.length += len(ids)
         return logits if order == sorted(order) else logits[np.argsort(order)]
@@ -122,7 +128,7 @@ class Steps:
             same = [kept for kept in self._kept if _single(kept) == single]
             for oldest in same[: len(same) + 1 - (MAX_KEPT_SINGLES if single else MAX_KEPT_SHAPES)]:
                 del self._kept[oldest]
-            found = _Step(self._decoder, shape)
+            found = _Step(self._decoder, shape, joined=self._sums is None)
         self._kept[shape] = found  # the latest last
         return found
 
