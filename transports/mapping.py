@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from typing import Final
 
 PAGE: Final = 4096
@@ -37,6 +36,8 @@ def create(nbytes: int) -> int:
         fd = os.memfd_create("hostring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:  # a Python that was built on an old system, or macOS
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        import tempfile
+
         with tempfile.TemporaryFile(dir=folder) as file:
             fd = os.dup(file.fileno())
     try:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 
@@ -35,6 +33,8 @@ def listen_at_new_path(backlog: int = 1024) -> tuple[socket.socket, str]:
 
     `remove` the path once nobody dials any more.
     """
+    import tempfile  # with bz2, lzma and random, which links to other hosts don't need
+
     folder = tempfile.mkdtemp(prefix="hostring-")
     if len(os.fsencode(folder)) > MAX_PATH_BYTES - 2:
         os.rmdir(folder)
@@ -73,6 +73,8 @@ def listen_without_a_file(name: str, backlog: int = 1024) -> socket.socket:
 
 def remove(path: str) -> None:
     """Delete the socket file and its directory."""
+    import shutil
+
     shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
 

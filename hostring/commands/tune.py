@@ -121,7 +121,8 @@ def _keep(
     Args:
         doubts: see `recheck`. wanted: save it or not, whatever the doubts; None leaves it to them.
     """
-    from hostring.tuning.tables import save, tuning_path
+    from hostring.tuning.saved import tuning_path
+    from hostring.tuning.tables import save
 
     for doubt in doubts:
         console.print(f"not confirmed: {doubt}", soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -79,6 +78,8 @@ class Recorder:
         self._failure = self._failure or failure
         if self._directory is None:
             return None
+        import json  # for failed groups and those that are watched: takes longer to import than this file
+
         path = Path(self._directory) / f"hostring-{self.group.replace('/', '_')}-{self.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.document()), encoding="utf-8")

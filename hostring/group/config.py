@@ -6,11 +6,13 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hostring.group.environment import Launched, job_key, launched
-from hostring.group.ring_file import Ring, read_ring
 from hostring.transports.addresses import split_address
+
+if TYPE_CHECKING:
+    from hostring.group.ring_file import Ring
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ def from_environment(
 
 
 def _ring(path: str, rank: int | None, world_size: int | None, common: dict[str, Any]) -> Config:
+    from hostring.group.ring_file import read_ring  # few groups are rings of this kind
+
     place = read_ring(path)
     if rank is not None and (rank, world_size) != place[:2]:
         raise ValueError(

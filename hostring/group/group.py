@@ -7,18 +7,20 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hostring.group.config import Config
 from hostring.group.linking import make_links
 from hostring.group.peer_info import PeerInfo
 from hostring.group.peers import Exchange, Neighbours, Peers, from_ring, from_store
-from hostring.group.rebuild import NewRank, Regrouping
 from hostring.group.start import Start
 from hostring.group.store_host import open_store
 from hostring.group.waiting import Waiting
 from hostring.store.stores import Store
 from hostring.transports.link import Link
+
+if TYPE_CHECKING:
+    from hostring.group.rebuild import NewRank
 
 MIN_LINKING_S = 2.0  # for the links of a rebuilt group, if its ranks were found at the last moment
 
@@ -115,6 +117,8 @@ def rejoin(config: Config, *, neighbours: Neighbours, contract: Mapping[str, Any
     Raises:
         RendezvousError: nobody rebuilt the group within `config.timeout`.
     """
+    from hostring.group.rebuild import Regrouping  # a first start doesn't need it
+
     deadline = time.monotonic() + config.timeout
     with contextlib.ExitStack() as undo:
         store, leave = open_store(config, deadline, Waiting(config.rank, deadline))
@@ -228,6 +232,8 @@ class Group:
             survivors: how many other ranks of this group are known to be alive.
             min_ranks, timeout, neighbours, contract: as in `Comm.rebuild` and `connect`.
         """
+        from hostring.group.rebuild import Regrouping
+
         store = self.check_store()
         known = survivors if self._linked else None
         deadline = time.monotonic() + timeout

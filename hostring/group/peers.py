@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hostring.errors import RendezvousError
 from hostring.group.handshake import KINDS
 from hostring.group.listeners import open_listeners
 from hostring.group.peer_info import Entry, PeerInfo
 from hostring.group.rendezvous import exchange, linger
-from hostring.group.ring_file import Ring
 from hostring.group.roster import Roster
 from hostring.group.start import Start
 from hostring.group.store_host import open_store
@@ -19,6 +19,9 @@ from hostring.store.client import TcpStore
 from hostring.store.stores import Store, TorchStore
 from hostring.transports.addresses import Address, any_host, beside, hosts_to_bind, is_here, is_loopback, resolve
 from hostring.transports.link import LinkKey
+
+if TYPE_CHECKING:
+    from hostring.group.ring_file import Ring
 
 Neighbours = Callable[[int, int], set[int]]
 """(rank, world_size) -> the ranks that `rank` needs data links with."""

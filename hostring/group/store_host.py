@@ -17,7 +17,6 @@ from hostring.errors import RendezvousError
 from hostring.group.config import Config
 from hostring.group.rendezvous import unreachable
 from hostring.group.waiting import Waiting
-from hostring.store import job_file
 from hostring.store.client import Locate, TcpStore
 from hostring.store.stores import Store, TorchStore
 from hostring.transports.addresses import Address, any_host, is_loopback, resolve
@@ -75,6 +74,8 @@ def _client(
 
 
 def _found(job: str) -> tuple[list[Address], bytes]:
+    from hostring.store import job_file
+
     address, secret = job_file.find(job)
     return [address], secret
 
@@ -111,6 +112,7 @@ _servers = _Shared()
 
 def _serve_by_file(job: str, secret: bytes) -> Callable[[], None]:
     """Run the store of `job` in this process and publish where it is in the job's file. Returns what gives it up."""
+    from hostring.store import job_file
 
     def open_it(stack: contextlib.ExitStack) -> None:
         key = secret or os.urandom(32)

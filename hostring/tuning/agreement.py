@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgpack
 import numpy as np
@@ -26,7 +26,10 @@ from hostring.group.group import Group
 from hostring.topologies.collectives import WHOLE, broadcast
 from hostring.topologies.routes import Place
 from hostring.tuning.defaults import default_table
-from hostring.tuning.tables import Tuning, load, tuning_path
+from hostring.tuning.saved import tuning_path
+
+if TYPE_CHECKING:
+    from hostring.tuning.tables import Tuning
 
 RECORD_NBYTES: Final = 4096  # one broadcast, whatever was decided
 _Plain: TypeAlias = "dict[str, list[tuple[int, str, str, int]]]"  # a table as msgpack takes it
@@ -107,9 +110,9 @@ def _decide(session: Session) -> tuple[str, str, _Plain, Tuning | None]:
     tuning = None
     try:
         if wanted not in ("off", "measure", "auto"):
-            tuning = load(Path(wanted))
+            tuning = _loaded(Path(wanted))
         elif wanted == "auto" and (path := tuning_path(session)).exists():
-            tuning = load(path)
+            tuning = _loaded(path)
         if tuning is not None and tuning.network.world_size != session.world_size:
             raise ValueError(f"it is of {tuning.network.world_size} ranks, this group has {session.world_size}")
     except (OSError, ValueError) as exc:
@@ -120,6 +123,12 @@ def _decide(session: Session) -> tuple[str, str, _Plain, Tuning | None]:
         return "table", tuning.source, _plain({**table, **tuning.table(tuner)}), tuning
     what = "measure" if wanted == "measure" else "table"
     return what, f"the defaults for {'one host' if near else 'a network'}", _plain(table), None
+
+
+def _loaded(path: Path) -> Tuning:
+    from hostring.tuning.tables import load  # with the cost model, which a group without a saved table doesn't need
+
+    return load(path)
 
 
 def _one_host(session: Session) -> bool:

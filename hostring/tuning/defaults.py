@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
-from hostring.cost import formulas
-from hostring.cost.network import ethernet
 from hostring.engine.choice import SEGMENT_NBYTES, WHOLE, Table, Threshold
 from hostring.topologies.rules import Way
 
@@ -49,6 +47,9 @@ def _few_rounds_nbytes(small: str, large: str, world_size: int, one_host: bool) 
         return WHOLE
     if one_host:
         return ONE_HOST_NBYTES.get(world_size, ONE_HOST_MANY_NBYTES)
+    from hostring.cost import formulas  # with decimal and statistics: a group on one host doesn't need it
+    from hostring.cost.network import ethernet
+
     network = ethernet(max(2, world_size))
 
     def cost(variant: str, nbytes: int) -> float:

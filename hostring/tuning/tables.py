@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -13,7 +12,6 @@ from typing import Any, Final
 
 from hostring.cost.network import Network
 from hostring.engine.choice import WHOLE, Table, Threshold, Tuner
-from hostring.engine.session import Session
 from hostring.topologies.rules import Way
 
 VERSION: Final = 1
@@ -180,18 +178,6 @@ def chosen_curve(curves: Sequence[Curve], table: Table, collective: str, nbytes:
 
 def _threshold(table: Table, collective: str, nbytes: int) -> Threshold | None:
     return next((t for t in table.get(collective, ()) if nbytes <= t.upto), None)
-
-
-def tuning_path(session: Session) -> Path:
-    """The file for groups like this one: by hosts, transport and world size, in the user's cache directory."""
-    group = session.group
-    stacks: dict[str, int] = {}
-    who = [
-        (m.hostname, stacks.setdefault(m.net_id, len(stacks))) if m is not None else ("?", -1) for m in group.peer_infos
-    ]
-    key = json.dumps([who, group.config.transport, session.tuner.topology.name])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "hostring" / f"tuning-{session.world_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def save(tuning: Tuning, path: Path) -> None:

@@ -11,7 +11,8 @@ from rich.console import Console
 from hostring.commands.tune import _keep
 from hostring.cost.network import one_host
 from hostring.tuning.recheck import Point, doubts, recheck
-from hostring.tuning.tables import Curve, Tuning, load, tuning_path
+from hostring.tuning.saved import tuning_path
+from hostring.tuning.tables import Curve, Tuning, load
 
 
 def point(predicted, first, second, nbytes=1024):

@@ -18,9 +18,9 @@ from hostring.engine.choice import WHOLE, Tuner
 from hostring.errors import HostringError
 from hostring.topologies import TOPOLOGIES
 from hostring.topologies.rules import read_rules
-from hostring.tuning import tables as tuning
 from hostring.tuning import timing, trial
 from hostring.tuning.agreement import share
+from hostring.tuning.saved import tuning_path
 from hostring.tuning.tables import Curve, Tuning, load, save
 
 pytestmark = pytest.mark.usefixtures("no_file_of_the_user")
@@ -45,8 +45,8 @@ def test_nothing_is_counted_before_the_first_call(run_ranks):
 def test_what_rank_0_has_saved_is_used_by_all(run_ranks):
     def body(comm):
         if comm.rank == 0:
-            save(tuning_of(3), tuning.tuning_path(comm.session))
-        return tuning.tuning_path(comm.session)
+            save(tuning_of(3), tuning_path(comm.session))
+        return tuning_path(comm.session)
 
     paths = run_ranks(3, body)
     assert len(set(paths)) == 1
