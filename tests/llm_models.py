@@ -145,8 +145,8 @@ def write_gguf(
 ) -> Path:
     """Write `model` as GGUF, matrices as `kind` where their rows are whole blocks of it, otherwise f32.
 
-    The llama architecture gets its q and k rows interleaved, as llama.cpp's converter does. `change` may add to the
-    file, and replace keys; tensors named in `without` are left out.
+    Those of llama and smollm3 get their q and k rows interleaved, as llama.cpp's converter does. `change` may add to
+    the file, and replace keys; tensors named in `without` are left out.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, config.model_type)
@@ -160,7 +160,7 @@ def write_gguf(
     for name, tensor in state.items():
         values = tensor.float().numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if config.model_type == "llama" and heads:
+        if config.model_type in ("llama", "smollm3") and heads:
             values = values.reshape(heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(tensor.shape)
         if _gguf_name(name) in without:
             continue

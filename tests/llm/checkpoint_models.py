@@ -20,6 +20,7 @@ KINDS = {
     "qwen2": transformers.Qwen2Config,
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
+    "smollm3": transformers.SmolLM3Config,
 }
 BASE: dict[str, Any] = {
     "hidden_size": 48,
@@ -34,6 +35,7 @@ BASE: dict[str, Any] = {
     "use_sliding_window": False,
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,
 }
 TOKENS = torch.randint(0, 67, (1, 20), generator=torch.Generator().manual_seed(4))
 

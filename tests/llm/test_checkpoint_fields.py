@@ -55,6 +55,7 @@ CHANGES: dict[str, list[Any]] = {
     "mlp_bias": [True],
     "attention_bias": [True],
     "final_logit_softcapping": [30.0],
+    "no_rope_layers": [[1, 0], [0, 0], [1]],
 }
 ALONGSIDE = {"use_sliding_window": {"max_window_layers": 0, "sliding_window": 4}, "layer_types": {"sliding_window": 4}}
 NOT_SAID = ("model_type", "transformers_version", "_name_or_path", "return_dict")  # without dicts, transformers fails

@@ -1,4 +1,4 @@
-"""Layouts of Qwen3, Qwen2, Llama and Mistral on 1, 2, 3 and 5 ranks, as HF directories and as GGUF files: the logits of
+"""Layouts of Qwen3, Qwen2, Llama, Mistral and SmolLM3 on 1, 2, 3 and 5 ranks, as HF directories and as GGUF files: the logits of
 `transformers`. KV heads don't divide by the ranks, and may be fewer."""
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from hostring.integrations.llm.packed.model import build_packed
 from hostring.integrations.llm.sharded import build
 
 HEADS = {1: 4, 2: 6, 3: 6, 8: 8}  # KV heads, and the query heads that read them
-BIASES: dict[str, dict[str, Any]] = {"llama": {"attention_bias": True, "mlp_bias": True}}
+MORE: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "smollm3": {"num_hidden_layers": 4, "tie_word_embeddings": True},  # the last layer has no rotary positions
+}
 
 
 def model_with(kind: str, kv_heads: int) -> Any:
     sizes = {"num_attention_heads": HEADS[kv_heads], "num_key_value_heads": kv_heads, "head_dim": 8}
-    return small(kind, hidden_size=48, tie_word_embeddings=kind == "qwen3", **sizes, **BIASES.get(kind, {}))
+    return small(kind, **{"tie_word_embeddings": kind == "qwen3", **sizes, **MORE.get(kind, {})})
 
 
 @torch.inference_mode()
@@ -66,7 +69,7 @@ def test_exact_logits_on_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("kv_heads", HEADS)
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "smollm3"])
 def test_packed_logits_on_any_number_of_ranks(
     kind: str, kv_heads: int, tmp_path: Path, run_ranks: Callable[..., list[Any]]
 ) -> None:

@@ -55,7 +55,7 @@ def test_packed_ranks_read_all_parts(tmp_path: Path, alone: hostring.Comm, monke
     built = [build_packed(GgufCheckpoint(path), alone) for path in (paths[2], whole)]
     logits = [part.step(TOKENS, part.new_cache()) for part in built]
     assert torch.equal(*logits)
-    assert built[0].nbytes_held == built[1].nbytes_held
+    assert built[0].forward.nbytes_held == built[1].forward.nbytes_held
 
 
 def test_a_missing_part_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

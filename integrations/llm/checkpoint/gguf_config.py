@@ -9,7 +9,11 @@ from hostring.integrations.llm.checkpoint.fields import Fields, naming
 from hostring.integrations.llm.checkpoint.gguf_rope import rope_from_gguf
 from hostring.integrations.llm.model.config import ModelConfig
 
-GGUF_ARCHITECTURES = ("qwen3", "qwen2", "llama")  # Mistral's files say "llama"
+GGUF_ARCHITECTURES = ("qwen3", "qwen2", "llama", "smollm3")  # Mistral's files say "llama"
+INTERLEAVED = ("llama", "smollm3")
+"""Architectures for which llama.cpp's converter interleaves the two halves of every query and key head."""
+
+_UNROTATED_EVERY = {"smollm3": 4}  # which no key says: llama.cpp knows it, too
 
 # Keys below the architecture's name that change nothing, or say again what the shapes of the tensors say.
 _HARMLESS = ("rope.scaling.original_context_length", "rope.scaling.finetuned")
@@ -63,12 +67,13 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
     _check_heads(fields, heads, head_dim, q_rows)
     _check_sizes(fields, shapes, head_dim, k_rows // head_dim)
     fields.only("attention.scale", 0.0, head_dim**-0.5)
+    layers, every = fields.whole("block_count"), _UNROTATED_EVERY.get(arch, 0)
     with naming(source):
         config = ModelConfig(
             vocab_size=vocab,
             hidden_size=hidden,
             intermediate_size=columns,
-            num_hidden_layers=fields.whole("block_count"),
+            num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=fields.whole("attention.head_count_kv", heads),
             head_dim=head_dim,
@@ -82,6 +87,7 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
             o_bias=_has(shapes, "attn_output.bias"),
             mlp_bias=_has(shapes, "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
             tie_word_embeddings="output.weight" not in shapes,
+            unrotated_layers=tuple(range(every - 1, layers, every)) if every else (),
         )
     fields.ignore(_HARMLESS)
     fields.refuse_unknown(what="keys of the architecture")

@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from hostring.integrations.llm.checkpoint.checkpoint import check_shape, check_tensors, missing
-from hostring.integrations.llm.checkpoint.gguf_config import config_from_gguf
+from hostring.integrations.llm.checkpoint.gguf_config import INTERLEAVED, config_from_gguf
 from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
 from hostring.integrations.llm.checkpoint.gguf_parts import read_parts
 from hostring.integrations.llm.checkpoint.gguf_rope import with_divisors
@@ -71,8 +71,7 @@ class GgufCheckpoint:
         shapes = {name: info.shape for name, info in self.tensors.items()}
         self.config = config_from_gguf(path, self.fields, shapes)
         self.bytes_read = 0
-        # llama.cpp's converter interleaves the two halves of every q and k head for this architecture alone.
-        self._interleaved = self.config.model_type == "llama"
+        self._interleaved = self.config.model_type in INTERLEAVED
         check_tensors(path, self.config, shapes, harmless=self._is_harmless, named=gguf_name)
         for name, info in self.tensors.items():
             _check_kind(path, name, info)
@@ -80,8 +79,8 @@ class GgufCheckpoint:
             self.config = replace(self.config, rope_scaling=self._rope_table(self.tensors[_ROPE]))
 
     def _is_harmless(self, name: str) -> bool:
-        """A tensor of llama files that holds rope divisors is used; tables that anyone can compute are not needed."""
-        return name.endswith(_TABLES) or (name == _ROPE and self.config.model_type == "llama")
+        """A tensor of llama's files that holds rope divisors is used; tables that anyone can compute are not needed."""
+        return name.endswith(_TABLES) or (name == _ROPE and self._interleaved)
 
     def _rope_table(self, info: TensorInfo) -> RopeScaling:
         half = self.config.head_dim // 2

@@ -12,6 +12,8 @@ from hostring.integrations.llm.checkpoint.hf_rope import rope_from_hf
 from hostring.integrations.llm.model.config import ARCHITECTURES, ModelConfig
 
 _SILU = ("silu", "swish")
+_MAY_HAVE_ATTENTION_BIAS = ("qwen3", "llama", "smollm3")
+_MAY_HAVE_MLP_BIAS = ("llama", "smollm3")
 
 # Fields that change nothing in a forward pass over text: names, training, and what `transformers` returns beside
 # logits.
@@ -50,8 +52,8 @@ def config_from_hf(source: object, values: Mapping[str, Any]) -> ModelConfig:
     kind = fields.choice("model_type", ARCHITECTURES, what="model_type")
     _refuse_unsupported(fields, kind)
     heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
-    biased = kind in ("qwen3", "llama") and fields.flag("attention_bias")
-    theta, scaling = rope_from_hf(fields, 10000.0)
+    biased = kind in _MAY_HAVE_ATTENTION_BIAS and fields.flag("attention_bias")
+    theta, scaling = rope_from_hf(fields, 2e6 if kind == "smollm3" else 10000.0)
     with naming(source):
         config = ModelConfig(
             vocab_size=fields.whole("vocab_size"),
@@ -69,11 +71,21 @@ def config_from_hf(source: object, values: Mapping[str, Any]) -> ModelConfig:
             qk_norm=kind == "qwen3",
             qkv_bias=kind == "qwen2" or biased,
             o_bias=biased,
-            mlp_bias=kind == "llama" and fields.flag("mlp_bias"),
-            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            mlp_bias=kind in _MAY_HAVE_MLP_BIAS and fields.flag("mlp_bias"),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", kind == "smollm3"),
+            unrotated_layers=_unrotated_layers(fields) if kind == "smollm3" else (),
         )
     fields.refuse_unknown(what="fields of config.json")
     return config
+
+
+def _unrotated_layers(fields: Fields) -> tuple[int, ...]:
+    """One number per layer, 0 for those; else every `no_rope_layer_interval`th."""
+    layers, every = fields.whole("num_hidden_layers"), fields.whole("no_rope_layer_interval", 4)
+    rotated = fields.get("no_rope_layers", [(layer + 1) % every for layer in range(layers)])
+    if not isinstance(rotated, list) or len(rotated) < layers or not all(isinstance(one, int) for one in rotated):
+        raise fields.wrong("no_rope_layers", f"a list of {layers} numbers, 0 for a layer without rotary positions")
+    return tuple(layer for layer in range(layers) if not rotated[layer])
 
 
 def _kv_heads(fields: Fields, values: Mapping[str, Any], kind: str, heads: int) -> int:
@@ -109,14 +121,17 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
         raise ValueError(
             f"{fields.source}: layer_types: layers of type {', '.join(odd)} are not supported; only full attention is"
         )
-    if kind in ("qwen3", "qwen2"):
+    if kind in ("qwen3", "qwen2", "smollm3"):
         fields.ignore(("sliding_window",))  # without use_sliding_window it has no effect
     else:
         fields.only("sliding_window")
     fields.only("partial_rotary_factor", 1.0)
-    for name in ("rope_interleaved", "use_mrope", "is_decoder", "add_cross_attention", "mlp_bias", "attention_bias"):
-        if not (name == "attention_bias" and kind != "mistral") and not (name == "mlp_bias" and kind == "llama"):
-            fields.only(name, False)
+    for name in ("rope_interleaved", "use_mrope", "is_decoder", "add_cross_attention"):
+        fields.only(name, False)
+    if kind not in _MAY_HAVE_MLP_BIAS:
+        fields.only("mlp_bias", False)
+    if kind == "mistral":
+        fields.only("attention_bias", False)
     fields.only("cross_attention_hidden_size")
     fields.only("pruned_heads", {})
     fields.only("hidden_activation", *_SILU)

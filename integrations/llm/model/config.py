@@ -12,6 +12,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 """Model types that this decoder covers, and their classes in `transformers`."""
 
@@ -34,6 +35,9 @@ class ModelConfig:
     """Shapes and options of one decoder, under the names that HF's `config.json` uses.
 
     A rank that holds a shard builds its part from the same class with fewer heads and columns.
+
+    Attributes:
+        unrotated_layers: which layers don't turn queries and keys to their positions.
     """
 
     vocab_size: int
@@ -53,6 +57,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = True
+    unrotated_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
@@ -80,10 +85,13 @@ class ModelConfig:
         }
         for name in _PLAIN_FIELDS:
             fields[name] = getattr(self, name)
-        if self.model_type in ("qwen3", "llama"):
+        if self.model_type in ("qwen3", "llama", "smollm3"):
             fields["attention_bias"] = self.qkv_bias
-        if self.model_type == "llama":
+        if self.model_type in ("llama", "smollm3"):
             fields["mlp_bias"] = self.mlp_bias
+        if self.model_type == "smollm3":
+            rotated = set(range(self.num_hidden_layers)) - set(self.unrotated_layers)
+            fields["no_rope_layers"] = [int(n in rotated) for n in range(self.num_hidden_layers)]
         if self.model_type == "mistral":
             fields["sliding_window"] = None
         return fields

@@ -43,7 +43,7 @@ class Eager:
 
     def turn(self, heads: Tensor, region: Attention) -> Tensor:
         """Shape (batch, seq, heads + 2 kv_heads, head_dim), rounded to the dtype of the weights."""
-        turned = rotate(_by_head(heads, region), self.rope)
+        turned = rotate(_by_head(heads, region), self.rope) if region.rotates else _by_head(heads, region)
         dtype: torch.dtype = getattr(getattr(self.layer, region.side), region.first).weight.dtype
         return turned if dtype == torch.float32 else turned.to(dtype)
 

@@ -79,8 +79,10 @@ class _Bound:
         return heads
 
     def turn(self, heads: Tensor, region: Attention) -> Tensor:
-        heads, turned = self._widened(heads), self.buffers.of("turned", heads.shape[1])
-        self.calls.append(_turn(heads, turned, *self.buffers.tables, region.head_dim))
+        heads = turned = self._widened(heads)
+        if region.rotates:
+            turned = self.buffers.of("turned", heads.shape[1])
+            self.calls.append(_turn(heads, turned, *self.buffers.tables, region.head_dim))
         self._round(turned, self._first(region).weight.dtype)
         return turned
 

@@ -22,6 +22,7 @@ class Attention:
     Attributes:
         heads, kv_heads, head_dim: of this rank.
         qk_norm: queries and keys are normalised before they are turned to their positions.
+        rotates: queries and keys are turned to their positions.
         norm, side, first, last: where its weights are: the norm, and the matrices `side.first` and `side.last`.
     """
 
@@ -29,6 +30,7 @@ class Attention:
     kv_heads: int
     head_dim: int
     qk_norm: bool
+    rotates: bool = True
     norm: str = "input_norm"
     side: str = "attention"
     first: str = "qkv_proj"
@@ -73,7 +75,7 @@ class Operations(Protocol[X]):
         """RMSNorm of each query and each key."""
 
     def turn(self, heads: X, region: Attention) -> X:
-        """Queries and keys turned to their positions."""
+        """Queries and keys turned to their positions, unless the region doesn't rotate."""
 
     def attend(self, heads: X, region: Attention) -> X:
         """Write the new keys and values, and attend to all."""
@@ -87,5 +89,9 @@ class Operations(Protocol[X]):
 
 def layers_of(config: ModelConfig) -> list[tuple[Region, ...]]:
     """The regions of each layer. config: shapes of the whole model, or of a rank's part of it."""
-    attention = Attention(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.qk_norm)
-    return [(attention, GatedMlp(config.intermediate_size))] * config.num_hidden_layers
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    mlp = GatedMlp(config.intermediate_size)
+    return [
+        (Attention(*heads, config.qk_norm, rotates=layer not in config.unrotated_layers), mlp)
+        for layer in range(config.num_hidden_layers)
+    ]
