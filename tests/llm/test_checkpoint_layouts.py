@@ -1,5 +1,5 @@
-"""Layouts of Qwen3, Qwen2, Llama, Mistral and SmolLM3 on 1, 2, 3 and 5 ranks, as HF directories and as GGUF files: the logits of
-`transformers`. KV heads don't divide by the ranks, and may be fewer."""
+"""Layouts of Qwen3, Qwen2, Llama, Mistral and SmolLM3 on 1, 2, 3 and 5 ranks, as HF directories and as GGUF files: the
+logits of `transformers`. KV heads don't divide by the ranks, and may be fewer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_packed_logits_on_any_number_of_ranks(
         return last_two(build_packed(GgufCheckpoint(path), comm, max_seq=64), comm)
 
     found = [run_ranks(n, body)[0] for n in (1, 2, 3) if n <= kv_heads]
-    assert all((one - want).norm() / want.norm() < 0.002 for one in found)  # keys and values are rounded to 16 bits
+    assert all((one - want).norm() / want.norm() < 0.004 for one in found)  # keys and values are rounded to 16 bits
 
 
 def test_more_ranks_than_kv_heads_compute_exact_in_every_dtype(

@@ -67,13 +67,12 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
     _check_heads(fields, heads, head_dim, q_rows)
     _check_sizes(fields, shapes, head_dim, k_rows // head_dim)
     fields.only("attention.scale", 0.0, head_dim**-0.5)
-    layers, every = fields.whole("block_count"), _UNROTATED_EVERY.get(arch, 0)
     with naming(source):
         config = ModelConfig(
             vocab_size=vocab,
             hidden_size=hidden,
             intermediate_size=columns,
-            num_hidden_layers=layers,
+            num_hidden_layers=fields.whole("block_count"),
             num_attention_heads=heads,
             num_key_value_heads=fields.whole("attention.head_count_kv", heads),
             head_dim=head_dim,
@@ -87,11 +86,16 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
             o_bias=_has(shapes, "attn_output.bias"),
             mlp_bias=_has(shapes, "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
             tie_word_embeddings="output.weight" not in shapes,
-            unrotated_layers=tuple(range(every - 1, layers, every)) if every else (),
+            unrotated_layers=_unrotated_layers(fields, arch),
         )
     fields.ignore(_HARMLESS)
     fields.refuse_unknown(what="keys of the architecture")
     return config
+
+
+def _unrotated_layers(fields: Fields, arch: str) -> tuple[int, ...]:
+    every = _UNROTATED_EVERY.get(arch)
+    return () if every is None else tuple(range(every - 1, fields.whole("block_count"), every))
 
 
 def _refuse_other_files(general: Fields) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hostring.integrations.llm.checkpoint.gguf_config import INTERLEAVED
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.regions import Attention, GatedMlp, Region
 from hostring.integrations.llm.packed.cached import CachedRows
@@ -155,10 +156,12 @@ class LayerGraphs:
 
     def turn(self, heads: Any, region: Attention) -> Any:
         c = self.graphs.config
-        mode = ROPE_PAIRS if c.model_type == "llama" else ROPE_HALVES
+        mode = ROPE_PAIRS if c.model_type in INTERLEAVED else ROPE_HALVES
         trained, theta, scale = c.max_position_embeddings, c.rope_theta, c.rope_scaling.attention_factor
         places = (self.graphs.inputs.positions, self.rope_divisors, region.head_dim, mode, trained)
         q, k, v = self._by_head(heads, region)
+        if not region.rotates:
+            return [q, k, v]
         return [*(self.ggml.rope_ext(self.context, x, *places, theta, 1.0, 0.0, scale, 0.0, 0.0) for x in (q, k)), v]
 
     def attend(self, heads: Any, region: Attention) -> Any:
