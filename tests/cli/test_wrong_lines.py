@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from hostring.bench import main as bench
+from hostring.commands.cli import main as hostring_command
 
 BENCH = ("hostring.bench",)
 LAUNCH = ("hostring", "launch")
@@ -116,21 +121,53 @@ def ran(command: tuple[str, ...], argv: list[str], **variables: str) -> subproce
     )
 
 
-@pytest.mark.parametrize(("command", "argv", "words"), WRONG, ids=[" ".join([*c[-1:], *a])[:60] for c, a, _ in WRONG])
-def test_a_wrong_line_is_one_error(tmp_path: Path, command: tuple[str, ...], argv: list[str], words: str) -> None:
-    script = tmp_path / "script.py"
+def placed(folder: Path, argv: list[str], words: str) -> tuple[list[str], str]:
+    """The line and what it must say, with the paths of `folder`, which then holds a script."""
+    script = folder / "script.py"
     script.write_text("print('started')", encoding="utf-8")
-    places = {"{folder}": str(tmp_path), "{script}": str(script)}
-    for name, place in places.items():
+    for name, place in {"{folder}": str(folder), "{script}": str(script)}.items():
         argv, words = [a.replace(name, place) for a in argv], words.replace(name, place)
+    return argv, words
+
+
+def check_one_error(code: Any, out: str, err: str, words: str, folder: Path) -> None:
+    assert code == 2, err
+    assert words in err
+    assert "Traceback" not in err
+    assert "started" not in out
+    errors = [line for line in err.splitlines() if not line.startswith(("Usage:", "Try '")) and line.strip()]
+    assert len(errors) == 1, err
+    assert [file.name for file in folder.iterdir()] == ["script.py"]
+
+
+@pytest.mark.parametrize(("command", "argv", "words"), WRONG, ids=[" ".join([*c[-1:], *a])[:60] for c, a, _ in WRONG])
+def test_a_wrong_line_is_one_error(
+    tmp_path: Path,
+    command: tuple[str, ...],
+    argv: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, which spares 90 starts."""
+    argv, words = placed(tmp_path, argv, words)
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(sys, "argv", ["hostring", *command[1:], *argv])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(SystemExit) as end:
+        (bench if command == BENCH else hostring_command)()
+    check_one_error(end.value.code, *capfd.readouterr(), words, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "words"), [next(case for case in WRONG if case[0] == command) for command in (BENCH, LAUNCH)]
+)
+def test_a_wrong_line_of_a_process_is_one_error(
+    tmp_path: Path, command: tuple[str, ...], argv: list[str], words: str
+) -> None:
+    argv, words = placed(tmp_path, argv, words)
     done = ran(command, argv)
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "started" not in done.stdout
-    errors = [line for line in done.stderr.splitlines() if not line.startswith(("Usage:", "Try '")) and line.strip()]
-    assert len(errors) == 1, done.stderr
-    assert [file.name for file in tmp_path.iterdir()] == ["script.py"]
+    check_one_error(done.returncode, done.stdout, done.stderr, words, tmp_path)
 
 
 @pytest.mark.parametrize("operations", [[{}], [7], 7, [{"seq": 1}]])
