@@ -4,8 +4,9 @@
     python benchmarks/planned_quotas.py MODEL --quotas 30,70
 
 Every rank runs `hostring generate` in a cgroup of its own that may use so many percent of one core. The two plans take
-turns. A lane is a rank's computing time per decoded token, stalls by its quota included. Needs root and a cgroup
-hierarchy with the cpu controller that it may write to; ends only the processes that it has started.
+turns. A lane is a rank's computing time per decoded token, stalls by its quota included. On a machine that does other
+work too, quotas of a few percent keep their ratio: `--quotas 3,7`. Needs root and a cgroup hierarchy with the cpu
+controller that it may write to; ends only the processes that it has started.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,22 +28,49 @@ PERIOD_US = 100_000
 _ROOT = Path("/sys/fs/cgroup")
 
 
-@contextlib.contextmanager
-def quota(name: str, percent: float) -> Iterator[Path]:
-    """A cgroup for processes that may use `percent` of one core together; its file of processes."""
-    old = _ROOT / "cpu"
-    folder = (old if old.is_dir() else _ROOT) / f"hostring_{os.getpid()}_{name}"
-    folder.mkdir()
-    try:
+_STARTED = """
+import sys
+import hostring.integrations.llm.demo.measure, hostring.integrations.llm.planning.live
+from hostring.commands.cli import main
+print("ready", flush=True)
+sys.stdin.readline()
+main()
+"""
+"""What a rank runs: it is stopped before it joins the others, so that the quota doesn't count its start."""
+
+
+class Quota:
+    """A cgroup for one process, which may use a part of one core."""
+
+    def __init__(self, name: str) -> None:
+        old = _ROOT / "cpu"
+        self._old = old.is_dir()
+        self._folder = (old if self._old else _ROOT) / f"hostring_{os.getpid()}_{name}"
+        self._folder.mkdir()
+
+    def limit(self, pid: int, percent: float) -> None:
+        """Move the process here, and let it run `percent` of the time."""
         micros = round(PERIOD_US * percent / 100)
-        if old.is_dir():
-            (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US), encoding="ascii")
-            (folder / "cpu.cfs_quota_us").write_text(str(micros), encoding="ascii")
+        if self._old:
+            (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD_US), encoding="ascii")
+            (self._folder / "cpu.cfs_quota_us").write_text(str(micros), encoding="ascii")
         else:
-            (folder / "cpu.max").write_text(f"{micros} {PERIOD_US}", encoding="ascii")
-        yield folder / "cgroup.procs"
-    finally:
-        folder.rmdir()
+            (self._folder / "cpu.max").write_text(f"{micros} {PERIOD_US}", encoding="ascii")
+        (self._folder / "cgroup.procs").write_text(str(pid), encoding="ascii")
+
+    def remove(self) -> None:
+        self._folder.rmdir()
+
+
+def start(options: argparse.Namespace, rank: int, n_ranks: int, port: int, arguments: list[str]) -> Any:
+    """One rank, until it has imported all that it needs."""
+    env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(n_ranks), "LOCAL_RANK": str(rank)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", _STARTED, *arguments], env=env, text=True, **pipes)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
 
 
 def run(options: argparse.Namespace, quotas: Sequence[float], plan: str) -> dict[str, Any]:
@@ -52,19 +80,23 @@ def run(options: argparse.Namespace, quotas: Sequence[float], plan: str) -> dict
         port = sock.getsockname()[1]
     with contextlib.ExitStack() as stack:
         out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "figures.json"
-        groups = [stack.enter_context(quota(str(rank), percent)) for rank, percent in enumerate(quotas)]
-        command = [sys.executable, "-m", "hostring", "generate", "--model", options.model, "--plan", plan]
-        command += ["--compute", options.compute, "--device", "cpu", "--temperature", "0", "--json", str(out)]
-        command += ["--max-tokens", str(options.max_tokens), "--prompt", "Tell a story.", "--timeout", "120"]
+        arguments = ["generate", "--model", options.model, "--plan", plan, "--compute", options.compute]
+        arguments += ["--device", "cpu", "--temperature", "0", "--max-tokens", str(options.max_tokens)]
+        arguments += ["--prompt", "Tell a story.", "--timeout", str(options.timeout), "--json", str(out)]
         ranks = []
-        for rank, procs in enumerate(groups):
-            env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(quotas)), "LOCAL_RANK": str(rank)}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-            move = f'echo $$ > {procs}; exec "$@"'
-            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-            ranks.append(subprocess.Popen(["sh", "-c", move, "sh", *command], env=env, **pipes))
-        said = [rank.communicate(timeout=options.timeout)[1] for rank in ranks]
-        if any(rank.returncode for rank in ranks):
+        for rank, percent in enumerate(quotas):
+            group = Quota(str(rank))
+            stack.callback(group.remove)
+            process = start(options, rank, len(quotas), port, arguments)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            group.limit(process.pid, percent)
+            ranks.append(process)
+        for process in ranks:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        said = [process.communicate(timeout=options.timeout)[1] for process in ranks]
+        if any(process.returncode for process in ranks):
             return {"error": "\n".join(text.strip() for text in said)}
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return found
@@ -97,8 +129,12 @@ def main() -> None:
             own = lanes(figures)
             shares = {name: figures["plan"][name] for name in ("kv_groups", "columns", "vocab")}
             told = ", ".join(f"{1e3 * lane:.1f}" for lane in own)
+            predicted = (figures["plan"]["predicted"] or {}).get("decode_tokens_per_s")
             apart = 100 * (max(own) / min(own) - 1)
-            print(f"{plan}: {found[-1]:.2f} tokens/s, lanes {told} ms ({apart:.0f} % apart), {shares}", flush=True)
+            print(
+                f"{plan}: {found[-1]:.2f} tokens/s, lanes {told} ms ({apart:.0f} % apart), {shares}, {predicted}",
+                flush=True,
+            )
     if all(rates.values()):
         even, auto = median(rates["even"]), median(rates["auto"])
         print(f"median: even {even:.2f}, auto {auto:.2f} tokens/s: {auto / even:.2f} times")

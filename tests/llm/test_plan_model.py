@@ -246,3 +246,12 @@ def test_a_plan_between_units_is_refused_with_the_nearest_legal_one(model: Path)
         check_legal(wished, units, "wished.json")
     with pytest.raises(ValueError, match="this file allows 4 ranks at most"):
         check_legal(ShardPlan((1, 1, 1, 1, 0), (512, 512, 512, 500, 12), (200,) * 5), units, "five.json")
+
+
+def test_one_node_is_taken_where_only_all_collectives_together_cost_too_much(tmp_path: Path) -> None:
+    """With three ranks each collective costs as much as with two: leaving out one alone would not help."""
+    path = sparse_gguf(tmp_path / "m.gguf", layers=8, columns=8192, kv_heads=8)
+    fast = {"decode_gb_per_s": 10}
+    choice = plan_for(path, ranks_file(tmp_path / "r.json", fast, fast, fast, collective_us=800))
+    assert choice.kept == (0,)
+    assert [one.rank for one in choice.left_out] == [1, 2]

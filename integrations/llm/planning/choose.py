@@ -100,6 +100,7 @@ def _without_the_slow(
 ) -> tuple[tuple[Problem, Solution], tuple[LeftOut, ...]]:
     """Leave out one rank after the other, the one whose leaving helps most, as long as it helps or is needed."""
     left_out: list[LeftOut] = []
+    everyone = kept
     best, error = _tried(attempt, kept)
     while len(kept) > 1:
         tried = [(r, _tried(attempt, tuple(k for k in kept if k != r))[0]) for r in kept]
@@ -121,6 +122,11 @@ def _without_the_slow(
     if best is None:
         assert error is not None
         raise error
+    alone = _fastest_alone(everyone, attempt)
+    if len(kept) > 1 and alone is not None and alone[1] < best[1].step_s:  # a smaller group is no way there
+        why = _slower(best[1].step_s, alone[1])
+        gone = [LeftOut(r, ranks[r].name, why) for r in kept if r != alone[0]]
+        return attempt((alone[0],)), (*left_out, *gone)
     return best, tuple(left_out)
 
 
