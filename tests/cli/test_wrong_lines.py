@@ -151,7 +151,8 @@ def test_a_wrong_line_is_one_error(
 ) -> None:
     """In this process, which spares 90 starts."""
     argv, words = placed(tmp_path, argv, words)
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # else the program is called pytest
     monkeypatch.setattr(sys, "argv", ["hostring", *command[1:], *argv])
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SystemExit) as end:
