@@ -184,7 +184,10 @@ class ShmLink:
 
     def __del__(self) -> None:
         if hasattr(self, "_release_out"):
-            self.close()
+            try:
+                self.close()
+            except Exception:  # names of this module are gone when the interpreter ends
+                self._bell.close()
 
     def _put(self, view: memoryview, at: int, most: int) -> int:
         """Copy what fits, piece by piece, at most until `most` bytes were ever written. Returns how many were."""

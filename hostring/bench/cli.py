@@ -40,7 +40,7 @@ def bench(
     """Measure collectives and check their results.
 
     The table shows the time of a call's slowest rank (p50, p99, min), algbw and busbw as nccl-tests counts them, and
-    the number of wrong elements. Under torchrun, mpirun, srun or hostring launch this is one of their ranks; without
+    the number of wrong elements. Under torchrun, mpirun, srun, hostring launch or RING_CONFIG this is one rank; without
     a launcher it starts the ranks itself. The exit code is 1 when a result was wrong.
     """
     raise typer.Exit(_begin(o.Options(**locals())))
@@ -48,16 +48,16 @@ def bench(
 
 def _begin(options: o.Options) -> int:
     """Start the ranks, or be one. Returns the exit code."""
-    from hostring.group.environment import launched
+    from hostring.group.config import started_as
 
     options.check_all()
-    place = launched(os.environ)
+    place = started_as(os.environ)
     if place is None:
         from hostring.launch.ranks import launch
 
         return launch(["-m", "hostring.bench", *sys.argv[1:]], options.ranks or 2)
     if options.ranks not in (None, place.world_size):
-        raise ValueError(f"--ranks {options.ranks}, but {place.by} started {place.world_size}; leave out --ranks")
+        raise ValueError(f"--ranks {options.ranks}, but {place.by} says {place.world_size}; leave out --ranks")
     if options.pin:
         from hostring.launch.cores import pin
 

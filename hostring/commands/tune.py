@@ -64,7 +64,7 @@ def tune(
 ) -> None:
     """Measure links and schedules, and keep what is fastest.
 
-    Runs inside torchrun, mpirun, srun or hostring launch, on the hosts to be tuned; else it starts the ranks here.
+    Runs under torchrun, mpirun, srun, hostring launch or RING_CONFIG on the hosts to be tuned; else starts ranks here.
     What was chosen is measured a second time. The exit code is 1 when that doesn't confirm it.
     """
     from hostring.bench.sizes import parse_sizes
@@ -99,16 +99,16 @@ def _measure(
 
 def _start_ranks(ranks: int | None, pin: bool) -> None:
     """Go on as one of the ranks that a launcher started; without one, start them, and exit when they have ended."""
-    from hostring.group.environment import launched
+    from hostring.group.config import started_as
     from hostring.launch.cores import pin as pin_to_core
 
-    place = launched(os.environ)
+    place = started_as(os.environ)
     if place is None:
         from hostring.launch.ranks import launch
 
         raise typer.Exit(launch(["-m", "hostring.commands.cli", *sys.argv[1:]], ranks or 2))
     if ranks not in (None, place.world_size):
-        raise ValueError(f"--ranks {ranks}, but {place.by} started {place.world_size}; leave out --ranks")
+        raise ValueError(f"--ranks {ranks}, but {place.by} says {place.world_size}; leave out --ranks")
     if pin:
         pin_to_core(place.local_rank if place.local_rank is not None else place.rank)
 

@@ -54,15 +54,21 @@ class ControlLink:
         """Send a frame, as far as the link takes it."""
         packed = msgpack.packb(body)
         with self._telling:
-            # Full: the rank has not read for very long, and a frame that was begun must stay whole.
-            if self._mute or len(self._unsent) > MAX_FRAME_NBYTES:
+            if self._mute:
                 return
-            self._unsent += _PREFIX.pack(_MAGIC, len(packed)) + packed
             try:
-                taken = self.link.send((bytes(self._unsent),))
-                del self._unsent[:taken]
+                self._send_rest()
+                # Full: the rank has not read for very long, and a frame that was begun must stay whole.
+                if len(self._unsent) <= MAX_FRAME_NBYTES:
+                    self._unsent += _PREFIX.pack(_MAGIC, len(packed)) + packed
+                    self._send_rest()
             except PeerLostError:  # reading finds out why; what the rank said before it closed may still be there
                 self._mute = True
+
+    def _send_rest(self) -> None:
+        if self._unsent:
+            taken = self.link.send((bytes(self._unsent),))
+            del self._unsent[:taken]
 
     def read(self, take: Callable[[Body], None]) -> bool:
         """Give every frame that is there to `take`. Returns False when what came is no control frame."""

@@ -100,6 +100,21 @@ def from_environment(
     )
 
 
+def started_as(environ: Mapping[str, str]) -> Launched | None:
+    """This process's place, from RING_CONFIG or its launcher; None if it is to start ranks itself.
+
+    Raises:
+        ValueError: as `from_environment`.
+    """
+    path = environ.get("RING_CONFIG", "").strip()
+    if not path:
+        return launched(environ)
+    from hostring.group.ring_file import read_ring
+
+    rank, world_size, _ = read_ring(path)
+    return Launched(f"RING_CONFIG={path}", rank, world_size)
+
+
 def _ring(path: str, rank: int | None, world_size: int | None, common: dict[str, Any]) -> Config:
     from hostring.group.ring_file import read_ring  # few groups are rings of this kind
 

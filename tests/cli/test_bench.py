@@ -6,12 +6,15 @@ No timings are judged.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from oracle import fold_in_order, rank_distinct
+from ranks import free_ports
 
 from hostring.bench.cases import BUS_FACTORS, COLLECTIVES, case
 from hostring.bench.contenders import Gloo, Hostring
@@ -266,3 +269,25 @@ def test_what_is_refused_is_refused_before_ranks_are_started(arguments, words):
     assert run.stderr.startswith("hostring-bench: ")
     assert words in run.stderr
     assert run.stderr.count("\n") == 1
+
+
+def test_a_static_ring_is_what_is_measured(tmp_path: Path) -> None:
+    """RING_CONFIG was ignored: ranks were started here, and something else was measured."""
+    ports = free_ports(2)
+    ranks = []
+    for rank in range(2):
+        ring = {"port": ports[rank], "right_ip": "127.0.0.1", "right_port": ports[1 - rank], "rank": rank}
+        ring |= {"master_ip": "127.0.0.1" if rank else None, "master_port": ports[0], "world_size": 2}
+        path = tmp_path / f"rank{rank}.json"
+        path.write_text(json.dumps(ring), encoding="utf-8")
+        command = [sys.executable, "-m", "hostring.bench", "--sizes", "4B", "--iterations", "2", "--rounds", "1"]
+        env = {**os.environ, "RING_CONFIG": str(path)}
+        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env))
+    refused = subprocess.run(
+        [*command, "-n", "3"], capture_output=True, text=True, timeout=60, env=env, check=False
+    )  # while the two run: it must not meet them
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert "2 ranks" in outputs[0]
+    assert refused.returncode == 2
+    assert f"--ranks 3, but RING_CONFIG={path} says 2; leave out --ranks" in refused.stderr

@@ -38,6 +38,21 @@ def test_frames_arrive_whole_and_in_order() -> None:
     assert bodies == [{"what": "probe"}, {"what": "farewell"}]
 
 
+def test_a_rank_that_reads_again_after_very_long_gets_frames_again() -> None:
+    """Frames that were kept and the next one, whole ones only; those that had no place in between are left out."""
+    feed = Feed(room=10)
+    link = ControlLink(feed)
+    told = [{"what": "state", "number": number, "rest": bytes(20000)} for number in range(6)]
+    for body in told:
+        link.tell(body)
+    assert len(feed.sent) == 10
+    feed.room = 1 << 30
+    link.tell({"what": "probe"})
+    heard: list[Any] = []
+    assert ControlLink(Feed(bytes(feed.sent))).read(heard.append)
+    assert heard == [*told[:4], {"what": "probe"}]
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -258,3 +258,14 @@ def test_memory_can_not_be_shortened_under_the_other_end() -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(fd, PAGE)
     os.close(fd)
+
+
+def test_a_link_that_outlives_its_module_ends_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter empties modules at its end, and prints what a `__del__` raises then."""
+    near, far = shm_pair()
+    monkeypatch.setattr(shm, "contextlib", None)
+    monkeypatch.setattr(shm, "_NO_WORDS", None)
+    near.__del__()
+    assert near.fileno() == -1
+    monkeypatch.undo()
+    far.close()
