@@ -36,7 +36,7 @@ CHANGES: dict[str, list[Any]] = {
     ],
     "rope_theta": [777.0],
     "rope_scaling": [{"type": "linear", "factor": 4.0}, {"type": "yarn", "factor": 4.0}],
-    "sliding_window": [4],
+    "sliding_window": [4, 64],
     "use_sliding_window": [True],
     "layer_types": [["full_attention", "sliding_attention"]],
     "pretraining_tp": [2],

@@ -79,6 +79,7 @@ def test_every_key_of_the_architecture_is_computed_or_refused_by_name(
         ({"attention.layer_norm_rms_epsilon": 0.05}, {"rms_norm_eps": 0.05}),
         ({"rope.scale_linear": 4.0}, {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
         ({"rope.scaling.factor": 4.0}, {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+        ({"attention.sliding_window": 64}, {}),
         ({"attention.sliding_window": 0, "expert_count": 0, "attention.scale": 12**-0.5, "logit_scale": 1.0}, {}),
         ({"rope.dimension_count": 12, "attention.value_length": 12, "vocab_size": 67}, {}),
         ({"attention.head_count_kv": [2, 2], "feed_forward_length": [56, 56]}, {}),

@@ -21,7 +21,6 @@ _HARMLESS = ("rope.scaling.original_context_length", "rope.scaling.finetuned")
 # Keys that change nothing with these values, and the result with any other.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
-    "attention.sliding_window": (0,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attn_logit_softcapping": (0.0,),
@@ -59,6 +58,7 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
     for key, neutral in _NEUTRAL.items():
         fields.only(key, *neutral)
     fields.only("tensor_data_layout", *_LAYOUTS)
+    _refuse_window(fields)
     vocab, hidden = _shape(source, shapes, "token_embd.weight")
     q_rows, k_rows = (_shape(source, shapes, f"blk.0.attn_{n}.weight")[0] for n in "qk")
     columns = _shape(source, shapes, "blk.0.ffn_up.weight")[0]
@@ -91,6 +91,13 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
     fields.ignore(_HARMLESS)
     fields.refuse_unknown(what="keys of the architecture")
     return config
+
+
+def _refuse_window(fields: Fields) -> None:
+    """Raise a ValueError unless the window holds all positions that the model has."""
+    name = "attention.sliding_window"
+    if fields.get(name) not in (None, 0) and fields.whole(name) < fields.whole("context_length", 2048):
+        raise fields.wrong(name, "0, or a window of all positions (context_length): sliding windows are not supported")
 
 
 def _unrotated_layers(fields: Fields, arch: str) -> tuple[int, ...]:

@@ -79,6 +79,12 @@ def config_from_hf(source: object, values: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
+def _refuse_window(fields: Fields, name: str, positions: str) -> None:
+    """Raise a ValueError unless the window holds all positions that the model has."""
+    if fields.get(name) is not None and fields.whole(name) < fields.whole(positions, 2048):
+        raise fields.wrong(name, f"none, or one of all {positions}: sliding windows are not supported")
+
+
 def _unrotated_layers(fields: Fields) -> tuple[int, ...]:
     """One number per layer, 0 for those; else every `no_rope_layer_interval`th."""
     layers, every = fields.whole("num_hidden_layers"), fields.whole("no_rope_layer_interval", 4)
@@ -124,7 +130,7 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
     if kind in ("qwen3", "qwen2", "smollm3"):
         fields.ignore(("sliding_window",))  # without use_sliding_window it has no effect
     else:
-        fields.only("sliding_window")
+        _refuse_window(fields, "sliding_window", "max_position_embeddings")
     fields.only("partial_rotary_factor", 1.0)
     for name in ("rope_interleaved", "use_mrope", "is_decoder", "add_cross_attention"):
         fields.only(name, False)
