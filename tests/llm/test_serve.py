@@ -178,3 +178,102 @@ def test_the_cluster_view_has_every_rank(server: Serving) -> None:
     assert sum(rank["share"] for rank in found["ranks"]) == pytest.approx(1)
     assert all(set(rank["sent_per_s"]) == {"0", "1", "2"} - {str(rank["rank"])} for rank in found["ranks"])
     assert (found["model"], found["why_not"], found["lost"]) == ("tiny", "", [])
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Ur", "Nineveh"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+def test_a_call_of_a_function_has_the_arguments_of_its_schema(client: openai.OpenAI, choice: Any) -> None:
+    """Whole and streamed, though this model has never seen a tool."""
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Will it rain?"}], "tools": [WEATHER]}
+    asked |= {"tool_choice": choice, "parallel_tool_calls": False, "seed": 3, "max_tokens": 120}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None
+    (call,) = whole.message.tool_calls or ()
+    assert call.type == "function"
+    arguments = json.loads(call.function.arguments)
+    assert (call.function.name, arguments["city"] in ("Ur", "Nineveh"), 1 <= arguments["days"] <= 9) == (
+        "weather",
+        True,
+        True,
+    )
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **asked)]
+    pieces = [piece for delta in deltas for piece in delta.tool_calls or ()]
+    assert (pieces[0].index, pieces[0].function.name, pieces[0].function.arguments) == (0, "weather", "")
+    assert pieces[0].id
+    assert all(piece.id is None and piece.function.name is None for piece in pieces[1:])
+    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+    assert not any(delta.content for delta in deltas)
+
+
+def test_an_answer_is_json_of_a_schema(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    found = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "How many?"}],
+        response_format={"type": "json_schema", "json_schema": {"name": "count", "schema": schema}},
+        max_tokens=60,
+        n=2,
+    )
+    for choice in found.choices:
+        assert choice.finish_reason == "stop"
+        assert list(json.loads(choice.message.content or "")) == ["n"]
+
+
+def test_probabilities_are_those_of_the_model(client: openai.OpenAI) -> None:
+    """With bias and penalties, too: they change what is chosen, and not what is told of it."""
+    asked: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": PROMPTS[0]}],
+        "max_tokens": 6,
+        "logprobs": True,
+    }
+    found = client.chat.completions.create(top_logprobs=5, temperature=0, **asked).choices[0].logprobs
+    assert found is not None
+    assert found.content is not None
+    for one in found.content:
+        assert [top.logprob for top in one.top_logprobs] == sorted(
+            (top.logprob for top in one.top_logprobs), reverse=True
+        )
+        assert (one.token, one.logprob) == (one.top_logprobs[0].token, one.top_logprobs[0].logprob)
+        assert bytes(one.bytes or ()).decode() == one.token
+    biased = client.chat.completions.create(logit_bias={"5": 100}, temperature=0, top_logprobs=1, **asked)
+    assert biased.choices[0].logprobs is not None
+    assert biased.choices[0].logprobs.content is not None
+    first, *others = biased.choices[0].logprobs.content
+    assert {one.token for one in others} == {first.token}
+    assert first.top_logprobs[0].token == found.content[0].token
+    assert first.logprob < first.top_logprobs[0].logprob
+
+
+def test_an_echo_tells_the_probabilities_of_the_prompt(client: openai.OpenAI) -> None:
+    """As harnesses want them: those of a text's own continuation are what the model told while it wrote it."""
+    written = client.completions.create(model="tiny", prompt=PROMPTS[0], max_tokens=5, temperature=0, logprobs=1)
+    text = PROMPTS[0] + written.choices[0].text
+    echoed = client.completions.create(model="tiny", prompt=text, max_tokens=0, echo=True, logprobs=1)
+    choice = echoed.choices[0]
+    assert (choice.text, choice.finish_reason) == (text, "length")
+    assert choice.logprobs is not None
+    assert written.choices[0].logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert "".join(choice.logprobs.tokens) == text
+    assert choice.logprobs.token_logprobs[-5:] == pytest.approx(written.choices[0].logprobs.token_logprobs, abs=1e-4)
+    offsets = choice.logprobs.text_offset
+    assert [text[a:b] for a, b in zip(offsets, [*offsets[1:], None], strict=True)] == choice.logprobs.tokens

@@ -40,7 +40,7 @@ class Chooser:
 
     def choose(self, logits: Logits) -> int | None:
         """The next token's id, or None when the largest logit is not a finite number."""
-        token = self._sampler.choose(self._changed(logits).stacked)
+        token = self._sampler.choose(self._guided(self._changed(logits)).stacked)
         if token is not None:
             self._counts[token] += 1
         return token
@@ -63,6 +63,13 @@ class Chooser:
             if place < len(by_id) and logits.ids[by_id[place]] == token:
                 values[by_id[place]] += changes[token]
         return Logits(values, logits.ids)
+
+    def _guided(self, logits: Logits) -> Logits:
+        """Without tokens that may not come."""
+        guide = self._request.guide
+        if guide is None:
+            return logits
+        return Logits(np.where(guide.allowed(logits.ids), logits.values, np.float32(-np.inf)), logits.ids)
 
     def logprob(self, logits: Logits, token: int) -> TokenLogprob:
         """The model's own probability of `token`, before temperature, bias and penalties. Needs all logits."""

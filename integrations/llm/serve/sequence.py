@@ -77,8 +77,9 @@ class Sequence:
             return self._end(STOP)
         if self.request.top_logprobs is not None:
             self._pending.append((self._characters, self._chooser.logprob(logits, token)))
+        goes_on = self.request.guide is None or self.request.guide.accept(token)
         self._show(self._stream.push(token))
-        if self._stops.found:
+        if self._stops.found or not goes_on:
             return self._end(STOP)
         return True if len(self.tokens) < self.request.max_tokens else self._end(LENGTH)
 

@@ -28,7 +28,7 @@ class StopScanner:
         if at >= 0:
             self.found, self._held = True, ""
             return self._give(text[:at])
-        keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return self._give(text[: len(text) - keep])
 
@@ -41,7 +41,7 @@ class StopScanner:
         self.shown += len(text)
         return text
 
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Characters at the end of `text` with which `stop` begins."""
-        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+def overlap(text: str, mark: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `mark`, which is not whole in it."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

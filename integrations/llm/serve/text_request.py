@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hostring.integrations.llm.model.sampling import Sampling
+from hostring.integrations.llm.serve.guides import Guide
 
 STOP, LENGTH = "stop", "length"
 
@@ -21,6 +22,7 @@ class TextRequest:
         top_logprobs: how many of the most likely tokens are reported beside each; None where no probability is wanted.
         prompt_logprobs: probabilities of the prompt's own tokens are wanted too.
         ignore_eos: go on after a token that ends a text.
+        guide: which tokens may come.
     """
 
     ids: tuple[int, ...]
@@ -33,11 +35,13 @@ class TextRequest:
     top_logprobs: int | None = None
     prompt_logprobs: bool = False
     ignore_eos: bool = False
+    guide: Guide | None = None
 
     @property
     def needs_all_logits(self) -> bool:
         """The choice depends on more than the best few logits of each rank."""
         changed = bool(self.logit_bias) or self.frequency_penalty != 0 or self.presence_penalty != 0
+        changed = changed or self.guide is not None
         return changed or self.top_logprobs is not None or self.prompt_logprobs
 
     def candidates(self, largest_shard: int) -> int:

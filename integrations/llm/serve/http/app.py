@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -29,9 +29,9 @@ MAX_BODY_BYTES = 8 << 20
 def make_app(service: Service) -> ASGIApp:
     """The ASGI application of a server."""
 
-    def answering(start: Callable[[dict[str, Any], Service], Reply]) -> Callable[[Request], Any]:
+    def answering(start: Callable[[dict[str, Any], Service], Awaitable[Reply]]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Any:
-            return start(await _body(request), service)
+            return await start(await _body(request), service)
 
         return endpoint
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from dataclasses import dataclass, field
 from time import time
 from typing import Any
 
+from hostring.integrations.llm.serve.guides import Guide
+from hostring.integrations.llm.serve.http.answer_parts import CALL, CONTENT, REASONING, AnswerParts, Part
 from hostring.integrations.llm.serve.http.answers import Answers
 from hostring.integrations.llm.serve.http.errors import invalid
 from hostring.integrations.llm.serve.http.fields import BodyFields
 from hostring.integrations.llm.serve.http.messages import prompt_of, read_messages
 from hostring.integrations.llm.serve.http.replies import Reply
+from hostring.integrations.llm.serve.http.response_format import format_grammar
 from hostring.integrations.llm.serve.http.sampling_fields import (
     MAX_TOP_LOGPROBS,
     SHARED,
@@ -19,17 +24,19 @@ from hostring.integrations.llm.serve.http.sampling_fields import (
 )
 from hostring.integrations.llm.serve.http.service import Service
 from hostring.integrations.llm.serve.http.token_texts import TokenTexts
+from hostring.integrations.llm.serve.http.tools import read_tools
 from hostring.integrations.llm.serve.http.usage import Usage
-from hostring.integrations.llm.serve.text_request import Ended, Event, Piece, TokenLogprob
+from hostring.integrations.llm.serve.text_request import STOP, Ended, Event, Piece, TokenLogprob
 
 _IGNORED = frozenset(
     {
         "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "verbosity", "reasoning_effort", "parallel_tool_calls",
+        "verbosity", "reasoning_effort",
     }
 )  # fmt: skip
 _KNOWN = SHARED | _IGNORED | {"messages", "logprobs", "top_logprobs", "max_completion_tokens", "chat_template_kwargs"}
-_KNOWN |= {"response_format", "tools", "tool_choice", "modalities"}
+_KNOWN |= {"response_format", "tools", "tool_choice", "parallel_tool_calls", "modalities"}
+TOOL_CALLS = "tool_calls"
 _UNSUPPORTED = {
     "audio": "this server writes text only",
     "functions": "use 'tools'",
@@ -40,7 +47,7 @@ _UNSUPPORTED = {
 }
 
 
-def chat_reply(body: dict[str, Any], service: Service) -> Reply:
+async def chat_reply(body: dict[str, Any], service: Service) -> Reply:
     """Start to answer a request.
 
     Raises:
@@ -49,14 +56,29 @@ def chat_reply(body: dict[str, Any], service: Service) -> Reply:
     fields = BodyFields(body)
     fields.only(_KNOWN, _UNSUPPORTED)
     shared = read_shared(fields, service)
-    messages = read_messages(fields)
-    ids = prompt_of(messages, service, fields.object("chat_template_kwargs") or {})
+    messages, tools, grammar = read_messages(fields), read_tools(fields), format_grammar(fields)
+    prompt = prompt_of(messages, service, fields.object("chat_template_kwargs") or {}, tools)
     limit = fields.whole("max_completion_tokens", 1)
     limit = fields.whole("max_tokens", 1) if limit is None else limit
-    requests = make_requests(shared, service, ids, limit, top_logprobs=_top_logprobs(fields))
-    form = ChatForm(service.options.model_name, service.texts, shared.n, requests[0].top_logprobs is not None)
+    top = _top_logprobs(fields)
+    param = "response_format" if tools is None else "tools"
+    guide = await _guide(service, grammar if tools is None else tools.grammar, param)
+    requests = make_requests(shared, service, prompt.ids, limit, top_logprobs=top, guide=guide)
+    parts = [AnswerParts(prompt.may_think, prompt.thinks, tools is not None) for _ in requests]
+    form = ChatForm(service.options.model_name, service.texts, parts, top is not None)
+    usage = Usage([len(prompt.ids)], shared.n)
     answers = Answers(service.scheduler, requests)
-    return Reply(answers, form, Usage([len(ids)], shared.n), shared.stream, shared.include_usage, range(shared.n))
+    return Reply(answers, form, usage, shared.stream, shared.include_usage, range(shared.n))
+
+
+async def _guide(service: Service, grammar: str | None, param: str) -> Guide | None:
+    """For the texts of one request, made beside the thread that answers others."""
+    if grammar is None:
+        return None
+    try:
+        return await asyncio.to_thread(service.guides.of, grammar)
+    except ValueError as exc:
+        raise invalid(param, f"Invalid schema for {param!r}: {exc}", "invalid_json_schema") from exc
 
 
 def _top_logprobs(fields: BodyFields) -> int | None:
@@ -67,19 +89,51 @@ def _top_logprobs(fields: BodyFields) -> int | None:
     return (top or 0) if wanted else None
 
 
+@dataclass
+class _Message:
+    """One answer as far as it has come. `calls`: of functions, as OpenAI's API writes them."""
+
+    parts: AnswerParts
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    probabilities: list[dict[str, Any]] = field(default_factory=list)
+    reason: str | None = None
+
+    def add(self, part: Part) -> dict[str, Any]:
+        """Take a part. Returns what a stream tells of it."""
+        if part.kind == CONTENT:
+            self.content += part.text
+            return {"content": part.text}
+        if part.kind == REASONING:
+            self.reasoning += part.text
+            return {"reasoning_content": part.text}
+        if part.kind == CALL:
+            function = {"name": part.text, "arguments": ""}
+            self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+            return {"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1], "function": dict(function)}]}
+        self.calls[-1]["function"]["arguments"] += part.text
+        return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": part.text}}]}
+
+    def whole(self) -> dict[str, Any]:
+        """The message, once it is complete."""
+        message = {"role": "assistant", "content": self.content or (None if self.calls else ""), "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        return {**message, "tool_calls": self.calls} if self.calls else message
+
+
 class ChatForm:
     """How chat completions are written down.
 
     Args:
-        n: texts. logprobs: they have probabilities.
+        parts: for each text, what tells its parts apart. logprobs: they have probabilities.
     """
 
-    def __init__(self, model: str, texts: TokenTexts, n: int, logprobs: bool) -> None:
+    def __init__(self, model: str, texts: TokenTexts, parts: list[AnswerParts], logprobs: bool) -> None:
         self._texts, self._logprobs = texts, logprobs
         self._common = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time()), "model": model}
-        self._content = [""] * n
-        self._probabilities: list[list[dict[str, Any]]] = [[] for _ in range(n)]
-        self._reasons: list[str | None] = [None] * n
+        self._messages = [_Message(one) for one in parts]
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """See `Form`."""
@@ -87,14 +141,21 @@ class ChatForm:
 
     def chunks(self, index: int, event: Event) -> list[dict[str, Any]]:
         """See `Form`."""
+        message = self._messages[index]
         if isinstance(event, Piece):
-            self._content[index] += event.text
             found = [_probability(self._texts, one) for one in event.logprobs]
-            self._probabilities[index] += found
-            return [self._choice(index, {"content": event.text}, found if self._logprobs else None)]
+            message.probabilities += found
+            deltas = [message.add(part) for part in message.parts.push(event.text)]
+            if found and not deltas:
+                deltas = [{}]
+            return [
+                self._choice(index, delta, (found if i == 0 else []) if self._logprobs else None)
+                for i, delta in enumerate(deltas)
+            ]
         if isinstance(event, Ended):
-            self._reasons[index] = event.reason
-            return [self._choice(index, {}, reason=event.reason)]
+            deltas = [message.add(part) for part in message.parts.finish()]
+            message.reason = TOOL_CALLS if message.calls and event.reason == STOP else event.reason
+            return [*(self._choice(index, one) for one in deltas), self._choice(index, {}, reason=message.reason)]
         return []
 
     def _choice(
@@ -114,12 +175,10 @@ class ChatForm:
     def whole(self) -> dict[str, Any]:
         """See `Form`."""
         choices = []
-        for index, (content, found, reason) in enumerate(
-            zip(self._content, self._probabilities, self._reasons, strict=True)
-        ):
-            message = {"role": "assistant", "content": content, "refusal": None}
-            logprobs = {"content": found, "refusal": None} if self._logprobs else None
-            choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
+        for index, message in enumerate(self._messages):
+            logprobs = {"content": message.probabilities, "refusal": None} if self._logprobs else None
+            told = {"message": message.whole(), "logprobs": logprobs, "finish_reason": message.reason}
+            choices.append({"index": index, **told})
         return {**self._common, "object": "chat.completion", "choices": choices}
 
 

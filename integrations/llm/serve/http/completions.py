@@ -24,7 +24,7 @@ _KNOWN = SHARED | {"prompt", "echo", "logprobs", "best_of"}
 _UNSUPPORTED = {"suffix": "this server writes what comes after a text only"}
 
 
-def completion_reply(body: dict[str, Any], service: Service) -> Reply:
+async def completion_reply(body: dict[str, Any], service: Service) -> Reply:
     """Start to answer a request.
 
     Raises:

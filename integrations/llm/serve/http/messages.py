@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from hostring.integrations.llm.serve.http.answer_parts import THINK, THOUGHT
 from hostring.integrations.llm.serve.http.errors import ApiError, invalid
 from hostring.integrations.llm.serve.http.fields import BodyFields
 from hostring.integrations.llm.serve.http.service import Service
+from hostring.integrations.llm.serve.http.tools import BEGIN, Tools
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = dict[str, Any]
@@ -82,21 +85,61 @@ def _tool_calls(found: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What the model continues. `may_think`: it may begin with thoughts. `thinks`: it is in the middle of them."""
+
+    ids: list[int]
+    may_think: bool = False
+    thinks: bool = False
+
+
 def prompt_of(
-    messages: Sequence[Message],
-    service: Service,
-    variables: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> list[int]:
-    """Ids of a conversation. A model without a chat template continues the texts of the messages, a line each.
+    messages: Sequence[Message], service: Service, variables: Mapping[str, Any], tools: Tools | None = None
+) -> Prompt:
+    """The prompt of a conversation. A model without a chat template continues the texts of the messages, a line each.
 
     Raises:
         ApiError: the template refuses the messages, or a text can't be encoded.
     """
     tokenizer = service.tokenizer
+    template = tokenizer.template or ""
+    knows_tools = BEGIN in template
+    if not knows_tools:
+        messages = _one_system([*([] if tools is None else [_told(tools)]), *_without_calls(messages)])
     try:
-        if tokenizer.templates.sources:
-            return tokenizer.chat(messages, tools=tools, **variables)
-        return tokenizer.encode("\n".join(message["content"] for message in messages))
+        if not tokenizer.templates.sources:
+            return Prompt(tokenizer.encode("\n".join(message["content"] for message in messages)))
+        given = [tool.given for tool in tools.tools] if tools is not None and knows_tools else None
+        text = tokenizer.templates.render(messages, tools=given, **variables)
+        return Prompt(tokenizer.encode_bare(text), THOUGHT in template, text.rstrip().endswith(THINK))
     except (ValueError, TypeError) as exc:
         raise ApiError(400, str(exc), param="messages", code="invalid_value") from exc
+
+
+def _told(tools: Tools) -> Message:
+    return {"role": "system", "content": tools.words}
+
+
+def _without_calls(messages: Sequence[Message]) -> list[Message]:
+    """For templates that know no tools: calls and their results as text, in Hermes' form."""
+    found: list[Message] = []
+    for message in messages:
+        content = message["content"]
+        for call in message.get("tool_calls", ()):
+            function = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+            content += f"\n{BEGIN}\n{json.dumps(function)}\n</tool_call>"
+        role = message["role"]
+        if role == "tool":
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+        found.append({"role": role, "content": content.removeprefix("\n")})
+    return found
+
+
+def _one_system(messages: list[Message]) -> list[Message]:
+    """The system messages at the start as one, which is the most that many templates take."""
+    first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if first < 2:
+        return messages
+    content = "\n\n".join(message["content"] for message in messages[:first])
+    return [{"role": "system", "content": content}, *messages[first:]]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hostring.integrations.llm.model.sampling import Sampling
+from hostring.integrations.llm.serve.guides import Guide
 from hostring.integrations.llm.serve.http.errors import ApiError, invalid
 from hostring.integrations.llm.serve.http.fields import BodyFields
 from hostring.integrations.llm.serve.http.service import Service
@@ -86,6 +87,7 @@ def make_requests(
     *,
     top_logprobs: int | None = None,
     prompt_logprobs: bool = False,
+    guide: Guide | None = None,
     param: str = "messages",
 ) -> list[TextRequest]:
     """The texts that are wanted for one prompt, each with a seed of its own.
@@ -120,6 +122,7 @@ def make_requests(
             top_logprobs=top_logprobs,
             prompt_logprobs=prompt_logprobs,
             ignore_eos=shared.ignore_eos,
+            guide=guide.another() if guide is not None else None,
         )
         for i in range(shared.n)
     ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from time import time
 
 from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
+from hostring.integrations.llm.serve.guides import Guides
 from hostring.integrations.llm.serve.head import Cluster
 from hostring.integrations.llm.serve.http.token_texts import TokenTexts
 from hostring.integrations.llm.serve.options import ServeOptions
@@ -23,6 +24,7 @@ class Service:
     vocab_size: int
     started: int = field(default_factory=lambda: int(time()))
     texts: TokenTexts = field(init=False)
+    guides: Guides = field(init=False)
 
     def __post_init__(self) -> None:
-        self.texts = TokenTexts(self.tokenizer)
+        self.texts, self.guides = TokenTexts(self.tokenizer), Guides(self.tokenizer)
