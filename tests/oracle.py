@@ -19,6 +19,7 @@ HELD = {
     ("ring", "rotate"): ("ring",),
     ("star", "stream"): ("rank", "ring", "tree"),
     ("tree", "reduce_broadcast"): ("tree",),
+    ("dissemination", "doubling"): ("rank", "ring", "tree"),
 }
 """Which order each variant can hold, as docs and design say."""
 

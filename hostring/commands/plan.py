@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hostring.cost.network import Network
     from hostring.cost.simulate import Price
 
-_NAMES = ("mesh", "ring", "star", "tree")
+_NAMES = ("mesh", "ring", "star", "tree", "dissemination")
 _SEGMENTS = (1 << 16, 1 << 18, 1 << 20)  # bytes
 ACTIVE = 1.1  # the hub is the constraint when a hub without limits would make the star this much faster
 BETTER = 1.05  # another topology must be this much faster to be worth a change
@@ -90,7 +90,7 @@ def topology(
     ] = "any",
     json: Annotated[str, typer.Option(metavar="FILE", help="Write all prices to a file.")] = "",
 ) -> None:
-    """Price an all-reduce on mesh, ring, star and tree, and say where the hub of a star has become the constraint."""
+    """Price an all-reduce on each topology, and say where the hub of a star has become the constraint."""
     from hostring.bench.sizes import parse_sizes
     from hostring.command_line import check_output, console, show_table
     from hostring.cost.network import ethernet, from_links, in_words, read_links

@@ -126,6 +126,18 @@ def _tree(s: _Shape) -> tuple[int, float, tuple[_Work, _Work]]:
     return 2 * height + s.m - 1, first, (s.hub_does(height, height, height), s.leaf_does(degree, degree, degree))
 
 
+def _doubling(s: _Shape) -> tuple[int, float, tuple[_Work, _Work]]:
+    rounds = (s.n - 1).bit_length()
+    each = (s.n - 1) * s.g / rounds  # the bytes of a message, on average
+    longest = max(1 << (rounds - 1), s.n - (1 << (rounds - 1))) * s.g
+    per_link = -(-int(longest) // int(each))
+    pace = (
+        _Work(s.hub, s.line, rounds, rounds, each, rounds, per_link),
+        _Work(s.leaf, s.line, rounds, rounds, each, rounds, per_link),
+    )
+    return rounds * s.m, _slower(pace), pace
+
+
 def _slower(pace: tuple[_Work, _Work]) -> float:
     return max(pace[0].seconds, pace[1].seconds)
 
@@ -138,6 +150,7 @@ _FORMULAS: Final[dict[str, _Formula]] = {
     "rotate": _rotate,
     "stream": _stream,
     "reduce_broadcast": _tree,
+    "doubling": _doubling,
 }
 CHUNKED: Final = ("two_shot", "rotate")  # a segment is a piece of one rank's chunk, not of the whole
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hostring.arrays.fold import ORDERS
-from hostring.topologies import collectives, mesh, ring, star, tree
+from hostring.topologies import collectives, dissemination, mesh, ring, star, tree
 from hostring.topologies.routes import NextHop, Place
 from hostring.topologies.schedule import Schedule
 
@@ -71,6 +71,13 @@ TOPOLOGIES: Final[dict[str, Topology]] = {
             tree.neighbours,
             tree.next_hop,
             {"reduce_broadcast": Variant(7, tree.reduce_broadcast, ("tree",))},
+        ),
+        Topology(
+            "dissemination",
+            5,
+            dissemination.neighbours,
+            dissemination.next_hop,
+            {"doubling": Variant(8, dissemination.doubling, ORDERS)},
         ),
     )
 }

@@ -12,6 +12,9 @@ from hostring.topologies.rules import Way
 ONE_HOST_SEGMENT_NBYTES: Final = 1 << 20  # on one machine a switch between processes costs more than a cache miss
 ONE_HOST_NBYTES: Final = {3: 1 << 17, 4: 1 << 17}  # up to which one round beats two on one machine, by world size
 ONE_HOST_MANY_NBYTES: Final = 1 << 15  # the same for more ranks
+ONE_HOST_DOUBLING = 8, 1 << 15
+"""From so many ranks on, and up to so many bytes, few long messages beat many short ones on one machine."""
+_DOUBLING: Final = ("dissemination", "doubling")
 _SMALL: Final = {"mesh": "one_shot", "ring": "relay"}  # the variants with the fewest rounds
 _SIZES: Final = tuple(1 << k for k in range(6, 21))
 
@@ -35,7 +38,27 @@ def default_table(allowed: Mapping[str, Sequence[Way]], world_size: int, *, one_
             upto = _few_rounds_nbytes(small, large, world_size, one_host)
             others = table[collective] if upto < WHOLE else []
             table[collective] = [Threshold(upto, topology, small, segment), *others]
+        if _DOUBLING in ways and topology == "mesh":
+            upto = _doubling_nbytes(world_size, one_host)
+            later = [threshold for threshold in table[collective] if threshold.upto > upto]
+            table[collective] = [*([Threshold(upto, *_DOUBLING)] if upto else []), *later]
     return table
+
+
+@lru_cache(maxsize=256)
+def _doubling_nbytes(world_size: int, one_host: bool) -> int:
+    """Up to which size the fewest messages of each rank are the quickest way; 0 where they never are."""
+    if one_host:
+        ranks, nbytes = ONE_HOST_DOUBLING
+        return nbytes if world_size >= ranks else 0
+    network = ethernet(max(2, world_size))
+
+    def quickest(nbytes: int) -> bool:
+        ways = ("doubling", "one_shot", "two_shot")
+        first, *others = (formulas.all_reduce(v, network, nbytes, SEGMENT_NBYTES).seconds for v in ways)
+        return first < min(others)
+
+    return max((n for n in _SIZES if quickest(n)), default=0)
 
 
 @lru_cache(maxsize=256)

@@ -57,8 +57,8 @@ def test_on_equal_machines_every_hub_is_too_slow_for_large_messages():
 
 
 def test_only_what_holds_the_order_is_priced():
-    assert set(price_point(ethernet(4), 4096, "rank").offers) == {"mesh", "ring", "star"}
-    assert set(price_point(ethernet(4), 4096, "tree").offers) == {"mesh", "ring", "star", "tree"}
+    assert set(price_point(ethernet(4), 4096, "rank").offers) == {"mesh", "ring", "star", "dissemination"}
+    assert set(price_point(ethernet(4), 4096, "tree").offers) == {"mesh", "ring", "star", "tree", "dissemination"}
     offers = price_point(ethernet(4), 4096, "any").offers
     assert offers["tree"].order == "tree"
     with pytest.raises(ValueError, match="--order 'best'"):

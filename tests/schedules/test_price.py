@@ -212,6 +212,7 @@ ROUNDS = {
     "rotate": lambda n, m: 2 * (n - 1) * m,
     "stream": lambda n, m: m + 1,
     "reduce_broadcast": lambda n, m: 2 * (n - 1).bit_length() + m - 1,
+    "doubling": lambda n, m: ((n - 1).bit_length() + 1) * m,  # the last of each segment only folds
 }
 SENT = {
     "one_shot": lambda n, r: n - 1,
@@ -220,6 +221,7 @@ SENT = {
     "chain": lambda n, r: 2 if r < n - 2 else 1,
     "rotate": lambda n, r: 2 * (n - 1) / n,
     "stream": lambda n, r: n - 1 if r == 0 else 1,
+    "doubling": lambda n, r: n - 1,
 }
 
 

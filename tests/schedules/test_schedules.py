@@ -84,6 +84,12 @@ class TestElementsSent:
         assert sum(elements) == 2 * 33 * (world_size - 1)
         assert elements[-1] == 33
 
+    def test_doubling_sends_a_message_per_round_to_another_rank(self, world_size):
+        for schedule in schedules("dissemination", "doubling", "rank", world_size, 3):
+            messages = [send for round_ in schedule.rounds for send in round_.sends]
+            assert len({send.peer for send in messages}) == len(messages) == (world_size - 1).bit_length()
+            assert sum(len(send.what) for send in messages) == (world_size - 1) * 3
+
     @pytest.mark.parametrize(
         ("topology", "variant", "rounds"),
         [
@@ -94,6 +100,7 @@ class TestElementsSent:
             ("ring", "rotate", lambda n: 2 * (n - 1)),
             ("star", "stream", lambda n: 2),
             ("tree", "reduce_broadcast", lambda n: 2 * (n - 1).bit_length()),
+            ("dissemination", "doubling", lambda n: (n - 1).bit_length() + 1),
         ],
     )
     def test_rounds_of_one_segment(self, world_size, topology, variant, rounds):
