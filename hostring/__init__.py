@@ -88,7 +88,8 @@ def init(
         rank: this process's index, 0 … world_size - 1.
         world_size: number of ranks.
         topology: auto, mesh, ring, star, tree, dissemination, or rules such as
-            "all_reduce:mesh/two_shot;broadcast:star", see docs/topologies.md. It never changes a bit of a result; "auto" chooses by size.
+            "all_reduce:mesh/two_shot;broadcast:star", see docs/topologies.md. It never changes a bit of a result;
+            "auto" chooses by size.
         order: rank, ring or tree, the declared fold order, part of the group's contract.
         wire: float32 (the default), bfloat16 or mxint8. What float32 arrays contribute to reductions is rounded to that
             and travels in a half or (mxint8: blocks of 32 that share a power of two) a quarter of the bytes. It is

@@ -51,6 +51,9 @@ def _doubling_nbytes(world_size: int, one_host: bool) -> int:
     if one_host:
         ranks, nbytes = ONE_HOST_DOUBLING
         return nbytes if world_size >= ranks else 0
+    from hostring.cost import formulas
+    from hostring.cost.network import ethernet
+
     network = ethernet(max(2, world_size))
 
     def quickest(nbytes: int) -> bool:
