@@ -38,7 +38,7 @@ Each imports what stands before its own line only.
 MODEL_LAYERS = (
     ("model",),
     ("checkpoint",),
-    ("request", "sharded", "packed", "stats", "agreement"),
+    ("request", "sharded", "packed", "stats", "agreement", "pipeline"),
     ("same_bits",),
     ("compute",),
     ("planning",),

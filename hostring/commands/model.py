@@ -60,8 +60,9 @@ Compute = Annotated[
 Plan = Annotated[
     str,
     typer.Option(
-        metavar="FILE|auto|even|bytes",
-        help="Who holds what: a plan of `hostring plan model`; measured now; even; or as many bytes for every rank.",
+        metavar="FILE|auto|even|bytes|pp=N",
+        help="Who holds what: a plan of `hostring plan model`; measured now; even; as many bytes for every rank; or "
+        "stages of layers, such as pp=2 or pp=2,tp=2.",
     ),
 ]
 SameBits = Annotated[

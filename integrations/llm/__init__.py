@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hostring.integrations.llm.model.local_model import LocalModel
     from hostring.integrations.llm.model.sampling import Sampling
     from hostring.integrations.llm.model.shards import ShardPlan
+    from hostring.integrations.llm.pipeline.stages import StagePlan
     from hostring.integrations.llm.sharded import parallelize
     from hostring.integrations.llm.stats import Stats
 
@@ -29,6 +30,7 @@ _HOMES = {
     "ModelConfig": "model.config",
     "Sampling": "model.sampling",
     "ShardPlan": "model.shards",
+    "StagePlan": "pipeline.stages",
     "Stats": "stats",
     "load_model": "generate",
     "parallelize": "sharded",
@@ -41,6 +43,7 @@ __all__ = [
     "ModelConfig",
     "Sampling",
     "ShardPlan",
+    "StagePlan",
     "Stats",
     "load_model",
     "parallelize",

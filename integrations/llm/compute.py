@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from hostring import Comm
@@ -16,12 +17,21 @@ from hostring.integrations.llm.agreement import Able, ShareHashes, agree
 from hostring.integrations.llm.checkpoint.checkpoint import Checkpoint
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
 from hostring.integrations.llm.model.local_model import LocalModel
-from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.model.shards import WHOLE, Ends, ShardPlan
 from hostring.integrations.llm.packed.decoder import units_of
 from hostring.integrations.llm.packed.library import Unavailable, load
 from hostring.integrations.llm.packed.model import build_packed
 from hostring.integrations.llm.packed.plan import UnitPlan
 from hostring.integrations.llm.packed.weights import unsupported
+from hostring.integrations.llm.pipeline.layers import layers_of
+from hostring.integrations.llm.pipeline.staged import (
+    StagedForward,
+    agree_on_stages,
+    refuse_together,
+    stage_group,
+    staged_model,
+)
+from hostring.integrations.llm.pipeline.stages import StagePlan
 from hostring.integrations.llm.same_bits import promise
 from hostring.integrations.llm.sharded import build
 
@@ -36,7 +46,7 @@ def build_local(
     compute: str,
     device: torch.device,
     *,
-    plan: ShardPlan | None,
+    plan: ShardPlan | StagePlan | None,
     max_seq: int | None,
     hash_activations: bool,
     compile: bool | str,
@@ -51,7 +61,8 @@ def build_local(
         compute: "packed" multiplies by the blocks of a GGUF file as they are, with activations rounded to 8 bits in
             blocks of 32, as llama.cpp does; "exact" dequantises them. "auto" is packed where the rank can, and logs
         why it can't.
-        plan, max_seq, hash_activations, compile, exact: see `sharded.build`.
+        plan: which shares each rank holds, see `sharded.build`; or the stages of a pipeline.
+        max_seq, hash_activations, compile, exact: see `sharded.build`.
         packed_ranks: which ranks compute packed, where this group has agreed on it before: then this is no collective.
         same_bits: refuse what does not give the bits of any other number of ranks.
 
@@ -62,6 +73,9 @@ def build_local(
         ValueError: there is no such way; or this rank, or another one, was told to compute packed and can't;
             or the same bits can't be promised.
     """
+    if isinstance(plan, StagePlan):
+        wishes = {"max_seq": max_seq, "hash_activations": hash_activations, "compile": compile, **exact}
+        return _build_stage(checkpoint, comm, compute, device, plan, same_bits=same_bits, **wishes)
     able = _able(checkpoint, compute, device, plan, comm.world_size, bool(compile))
     packed = agree(comm, able, _share_hashes(checkpoint, comm, able, plan)) if packed_ranks is None else packed_ranks
     if same_bits and packed_ranks is None:
@@ -69,8 +83,8 @@ def build_local(
     if any(packed) and plan is None and isinstance(checkpoint, GgufCheckpoint):
         plan = units_of(checkpoint).shares(checkpoint.config, comm.world_size)
     if not able.why_not:
-        beside_exact = not all(packed)
-        options: dict[str, Any] = {"plan": plan, "max_seq": max_seq, "hash_activations": hash_activations}
+        beside_exact, ends = not all(packed), exact.get("ends", WHOLE)
+        options: dict[str, Any] = {"plan": plan, "max_seq": max_seq, "hash_activations": hash_activations, "ends": ends}
         return build_packed(checkpoint, comm, beside_exact=beside_exact, **options), packed
     if compute == "auto" and isinstance(checkpoint, GgufCheckpoint) and device.type == "cpu":
         log.warning("hostring: rank %d computes with dequantised weights: %s", comm.rank, able.why_not)
@@ -87,6 +101,35 @@ def build_local(
     return part, packed
 
 
+def _build_stage(
+    checkpoint: Checkpoint, comm: Comm, compute: str, device: torch.device, stages: StagePlan, **wishes: Any
+) -> tuple[LocalModel, Sequence[bool]]:
+    """This rank's stage. Ranks of a stage agree among themselves; what one of them refuses is refused on every rank."""
+    stages.check(checkpoint.config, comm.world_size)
+    agree_on_stages(comm, stages)
+    stage, group, why = stages.of_rank(comm.rank), stage_group(comm, stages), ""
+    layers = layers_of(checkpoint, stage.layers)
+    try:
+        part, packed = build_local(
+            layers,
+            group,
+            compute,
+            device,
+            plan=None,
+            ends=Ends(stage.is_first, stage.is_last),
+            **wishes,
+        )
+    except ValueError as exc:
+        why = str(exc) or "refused"
+    refuse_together(comm, why)
+    checkpoint.bytes_read = layers.bytes_read
+    return staged_model(part, comm, stages, checkpoint.config), _of_all_stages(comm, packed[group.rank])
+
+
+def _of_all_stages(comm: Comm, packed: bool) -> Sequence[bool]:
+    return [bool(way) for way in comm.all_gather(np.array([packed]))]
+
+
 def stay(part: LocalModel, comm: Comm) -> Sequence[bool]:
     """Go on in a rebuilt group with the weights that are here, while a rank that came back loads. A collective.
 
@@ -97,10 +140,17 @@ def stay(part: LocalModel, comm: Comm) -> Sequence[bool]:
         ValueError: this rank is another one there; or the rank that came back computes in another way than before.
     """
     part.move_to(comm)
+    if isinstance(part.forward, StagedForward):
+        inner = part.forward.inner
+        return _of_all_stages(comm, _stay(inner)[inner.comm.rank])
+    return _stay(part)
+
+
+def _stay(part: LocalModel) -> Sequence[bool]:
     why_not, borders = "it has dequantised its weights", ""
     if part.forward.compute == "packed":
         why_not, borders = "", _hash_of(part.decoder.units)
-    ways = agree(comm, Able(why_not, False), ShareHashes(part.plan.sha256, part.plan.sha256, borders))
+    ways = agree(part.comm, Able(why_not, False), ShareHashes(part.plan.sha256, part.plan.sha256, borders))
     if not why_not and part.decoder.beside_exact == all(ways):
         raise ValueError(f"packed are now the ranks {[r for r, w in enumerate(ways) if w]}; load the model again")
     return ways

@@ -31,6 +31,7 @@ from hostring.integrations.llm.model.sampling import (
     local_candidates,
 )
 from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.pipeline.stages import StagePlan
 from hostring.integrations.llm.prefix import PrefixCache
 from hostring.integrations.llm.request import HEAD_RANK, Request, check_fit, share_request
 from hostring.integrations.llm.same_bits import LogitsHash, OnLogits
@@ -147,7 +148,7 @@ def load_model(
     *,
     dtype: str = "float32",
     device: str | torch.device = "cpu",
-    plan: ShardPlan | None = None,
+    plan: ShardPlan | StagePlan | None = None,
     max_seq: int | None = None,
     replicate_embedding: bool = True,
     hash_activations: bool = False,
@@ -162,7 +163,8 @@ def load_model(
         dtype: what this rank computes in: float32, float16 or bfloat16. Ranks may differ.
         device: what it computes on: "cpu", "cuda" (also ROCm), "cuda:1", "mps", "xpu", or "auto" for an accelerator
             if there is one (see `find_device`). Ranks may differ.
-        plan: which part of the model each rank holds; balanced by default. Must be the same on all ranks.
+        plan: which part of the model each rank holds; balanced by default. Must be the same on all ranks. A `StagePlan`
+            makes a pipeline.
         max_seq: positions of the KV cache; by default what the model was trained for, but at most 4096.
         replicate_embedding: every rank holds all embedding rows. Otherwise they are split too, at one more reduction
             per step.
@@ -227,9 +229,9 @@ class _Run:
         stats = self._expected()
         if audit is not None:
             audit.restart()
-        with prefill_measured(stats, self.comm, self.started):
+        with prefill_measured(stats, self.sharded.counts, self.started):
             status = self._decide(self._prefill())
-        with decode_measured(stats, self.comm, self.sharded.reducer.clock):
+        with decode_measured(stats, self.sharded.counts, self.sharded.reducer.clock):
             token = torch.zeros(1, 1, dtype=torch.long, device=self.sharded.forward.device)
             while status == GO_ON:
                 token.fill_(self.tokens[-1])
@@ -250,8 +252,9 @@ class _Run:
 
     def _expected(self) -> Stats:
         gathered = 0 if self.logits is None else self.logits.gathered_elements
-        elements = self.sharded.forward.reduced_elements
-        traffic = Traffic(self.comm, elements, 2 * self.n_candidates, HEAD_RANK, gathered)
+        forward, reducing = self.sharded.forward, self.sharded.reducing
+        elements, boundaries = forward.reduced_elements, forward.boundaries
+        traffic = Traffic(self.comm, reducing, elements, boundaries, 2 * self.n_candidates, HEAD_RANK, gathered)
         return traffic.stats(len(self.request.ids), self._chunks())
 
     def _prefill(self) -> Tensor:

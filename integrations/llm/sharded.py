@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.exact_forward import ExactForward
 from hostring.integrations.llm.model.local_model import LocalModel
 from hostring.integrations.llm.model.qwen import Decoder, Embedding, Layer
-from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.model.shards import WHOLE, Ends, ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import (
     ColumnParallelLinear,
     HiddenReducer,
@@ -39,6 +40,7 @@ def build(
     replicate_embedding: bool = True,
     hash_activations: bool = False,
     compile: bool | str = False,
+    ends: Ends = WHOLE,
 ) -> LocalModel:
     """Read this rank's slices and assemble its part of the model.
 
@@ -55,6 +57,7 @@ def build(
         hash_activations: keep a running sha256 of the reduced hidden states, and check that they were used.
         compile: let torch compile the layers, here and now; or the name of the backend of `torch.compile`. Ranks may
             differ; the others wait for this one in their first collective, up to its timeout.
+        ends: which ends of the decoder to read.
 
     Raises:
         ValueError: there is no such device, the plan doesn't fit the group or the model, or a tensor is missing or
@@ -71,11 +74,11 @@ def build(
     reducer = HiddenReducer(comm, config.hidden_size, audit)
     with torch.device("meta"):  # shapes alone: the whole model, and even the rank's f32 part, may not fit
         decoder = Decoder(plan.local_config(config, comm.rank), max_seq)
-    _fill(decoder, checkpoint, plan, comm.rank, dtype, device, reducer, replicate_embedding)
+    _fill(decoder, checkpoint, plan, comm.rank, dtype, device, reducer, replicate_embedding, ends)
     decoder.to(device)  # the tables and constants that are in no checkpoint
     n_reductions = 2 * config.num_hidden_layers + (0 if replicate_embedding else 1)
     reduced = [config.hidden_size] * n_reductions
-    forward = ExactForward(decoder.eval(), reducer, dtype, device, reduced, bool(compile))
+    forward = ExactForward(decoder.eval(), reducer, dtype, device, reduced, bool(compile), ends)
     model = LocalModel(forward, config, plan, comm, reducer, max_seq)
     if compile:
         _compile(model, compile if isinstance(compile, str) else "inductor")
@@ -102,7 +105,8 @@ def _compile(model: LocalModel, backend: str) -> None:
         for lengths in ((5, 3, 1, 1), (7, 4)):  # a prompt, more of it, and single tokens; other lengths
             cache = model.new_cache()
             for n in (n for n in lengths if cache.length + n <= cache.max_seq):
-                model.step(torch.zeros(1, n, dtype=torch.long, device=model.forward.device), cache)
+                stream = None if model.forward.ends.embedding else np.zeros((n, model.config.hidden_size), np.float32)
+                model.forward.step(torch.zeros(1, n, dtype=torch.long), cache, stream)
     finally:
         model.reducer.comm = group
 
@@ -129,6 +133,7 @@ def _fill(
     device: torch.device,
     reducer: HiddenReducer,
     replicate_embedding: bool,
+    ends: Ends,
 ) -> None:
     parts = slices_of_rank(checkpoint.config, plan, rank)
 
@@ -141,7 +146,9 @@ def _fill(
     def matrix(name: str) -> Tensor:
         return _stack(checkpoint, parts[name]).to(device, dtype)
 
-    if replicate_embedding:
+    if not ends.embedding:
+        decoder.embed = nn.Identity()
+    elif replicate_embedding:
         decoder.embed = _embedding(need("embed.weight"))
     else:
         mine, whole = plan.vocab_of(rank), parts["embed.weight"][0]
@@ -158,7 +165,10 @@ def _fill(
             row = RowParallelLinear(matrix(f"{last}.weight"), load(f"{last}.bias"), dtype, reducer)
             setattr(layer.get_submodule(region.side), region.first, column)
             setattr(layer.get_submodule(region.side), region.last, row)
-    decoder.head = ParallelHead(matrix("head.weight"), plan.vocab_of(rank).start, dtype)
+    if ends.head:
+        decoder.head = ParallelHead(matrix("head.weight"), plan.vocab_of(rank).start, dtype)
+    else:
+        decoder.head = nn.Identity()
 
 
 def _stack(checkpoint: Checkpoint, parts: tuple[TensorSlice, ...]) -> Tensor:

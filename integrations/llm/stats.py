@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -11,6 +11,10 @@ from typing import Any
 
 from hostring import Comm
 from hostring.integrations.llm.model.audit import Clock
+from hostring.integrations.llm.model.shards import Boundaries
+
+Counts = Callable[[], dict[str, Any]]
+"""What a rank's groups have counted so far, see `LocalModel.counts`."""
 
 
 @dataclass
@@ -26,6 +30,7 @@ class Stats:
         collectives_per_token: counted over the decode steps; expected_collectives_per_token: 2 per layer and 1.
         bytes_per_token: payload that this rank sent, counted over the decode steps.
         expected_bytes_per_token: what the schedules say for the same calls.
+        boundary_bytes_per_token: what this rank sent to the next stage of a pipeline, headers included.
         prefill_collectives, prefill_bytes: the same, over the prompt and the first decision;
             expected_prefill_collectives,
             expected_prefill_bytes: what the schedules say.
@@ -51,6 +56,7 @@ class Stats:
     expected_collectives_per_token: int = 0
     bytes_per_token: float | None = None
     expected_bytes_per_token: int = 0
+    boundary_bytes_per_token: float | None = None
     prefill_collectives: int = 0
     expected_prefill_collectives: int = 0
     prefill_bytes: int = 0
@@ -80,15 +86,15 @@ def waits_most_for(rank: int, waited_for: Mapping[int, Mapping[int, float]]) -> 
 
 
 @contextmanager
-def prefill_measured(stats: Stats, comm: Comm, started: float) -> Iterator[None]:
+def prefill_measured(stats: Stats, counts: Counts, started: float) -> Iterator[None]:
     """Fill in the figures of the forward passes over the prompt and of the first decision, which run inside.
 
     Args:
         started: when the call began, by `perf_counter`.
     """
-    before, begun = comm.counters.snapshot(), perf_counter()
+    before, begun = counts(), perf_counter()
     yield
-    now, after = perf_counter(), comm.counters.snapshot()
+    now, after = perf_counter(), counts()
     stats.ttft_s = now - started
     stats.prefill_tokens_per_s = (stats.prompt_tokens - stats.reused_tokens) / (now - begun)
     stats.prefill_collectives = sum(after["calls"].values()) - sum(before["calls"].values())
@@ -96,19 +102,20 @@ def prefill_measured(stats: Stats, comm: Comm, started: float) -> Iterator[None]
 
 
 @contextmanager
-def decode_measured(stats: Stats, comm: Comm, clock: Clock) -> Iterator[None]:
+def decode_measured(stats: Stats, counts: Counts, clock: Clock) -> Iterator[None]:
     """Fill in the figures of the decode steps that run inside, all tokens but the first.
 
     `stats` must hold what is expected, and, at the end, the number of tokens. `clock` runs while this rank computes.
     """
-    before, begun, computed = comm.counters.snapshot(), perf_counter(), clock.seconds
+    before, begun, computed = counts(), perf_counter(), clock.seconds
     yield
-    elapsed, after, steps = perf_counter() - begun, comm.counters.snapshot(), stats.generated_tokens - 1
+    elapsed, after, steps = perf_counter() - begun, counts(), stats.generated_tokens - 1
     if steps < 1:
         return
     stats.decode_tokens_per_s = steps / elapsed
     stats.collectives_per_token = (sum(after["calls"].values()) - sum(before["calls"].values())) / steps
     stats.bytes_per_token = (after["payload_sent"] - before["payload_sent"]) / steps
+    stats.boundary_bytes_per_token = (after["boundary_sent"] - before["boundary_sent"]) / steps
     stats.seconds = {phase: s - before["seconds"].get(phase, 0.0) for phase, s in after["seconds"].items()}
     stats.seconds["compute"] = clock.seconds - computed
     stats.seconds["rest"] = max(0.0, elapsed - sum(stats.seconds.values()))
@@ -120,30 +127,36 @@ class Traffic:
     """What forward passes cost on this rank, from the schedules alone.
 
     Attributes:
+        comm: the group that decides. reducing: the one that reduces: that of this rank's stage, in a pipeline.
         reduced_elements: f32 elements of each all-reduce of one position's forward pass.
+        boundaries: what crosses the borders of a stage for each position.
         decided_elements: int32 elements that each rank brings to the decision after the last of the passes.
         head_rank: who decides.
         gathered_elements: f32 elements of the logits that each rank brings to be hashed, where they are.
     """
 
     comm: Comm
+    reducing: Comm
     reduced_elements: Sequence[int]
+    boundaries: Boundaries
     decided_elements: int
     head_rank: int
     gathered_elements: int = 0
 
     def collectives(self, passes: Sequence[int]) -> int:
         """Calls for forward passes over these numbers of positions, and one decision."""
-        return len(passes) * len(self.reduced_elements) + 1 + (self.gathered_elements > 0)
+        per_pass = len(self.reduced_elements) + (self.boundaries.shared > 0)
+        return len(passes) * per_pass + 1 + (self.gathered_elements > 0)
 
     def nbytes(self, passes: Sequence[int]) -> int:
         """Payload that this rank sends for them."""
-        expected = self.comm.expected_payload
+        expected, summed = self.comm.expected_payload, self.reducing.expected_payload
         counts = Counter(n * each for n in passes for each in self.reduced_elements)
-        reduced = sum(times * expected("all_reduce", n, "float32") for n, times in counts.items())
+        reduced = sum(times * summed("all_reduce", n, "float32") for n, times in counts.items())
         decided = expected("decide", self.decided_elements, "int32", root=self.head_rank)
         gathered = expected("gather", self.gathered_elements, "float32", root=self.head_rank)
-        return int(reduced + decided + gathered)
+        shared = sum(summed("broadcast", n * self.boundaries.shared, "float32") for n in passes)
+        return int(reduced + decided + gathered + shared + 4 * sum(passes) * self.boundaries.sent)
 
     def stats(self, prompt_tokens: int, passes: Sequence[int]) -> Stats:
         """What is expected of a generation that reads its prompt in these forward passes."""

@@ -36,7 +36,7 @@ def given(**options: Any) -> Job:
 def test_a_plan_says_how_many_ranks_there_are(plan: Path) -> None:
     job = given(plan=str(plan))
     assert job.ranks == 2
-    assert job.shard_plan == ShardPlan((1, 4), (100, 337), (2000, 53))
+    assert job.split == ShardPlan((1, 4), (100, 337), (2000, 53))
     assert Job.from_json(job.to_json()) == job
     with pytest.raises(ValueError, match="for 2 ranks, and there are 3; start 2, or plan again"):
         make_job(model=None, dtypes=None, prompts=(), ranks=3, plan=str(plan), max_tokens=1, temperature=0.0,
@@ -44,11 +44,11 @@ def test_a_plan_says_how_many_ranks_there_are(plan: Path) -> None:
 
 
 def test_bytes_are_levelled_before_the_ranks_start() -> None:
-    plan = given(plan="bytes").shard_plan
+    plan = given(plan="bytes").split
     assert plan is not None
     assert sorted(plan.kv_groups) == [2, 3]
     assert (plan.kv_groups[0] < plan.kv_groups[1]) == (plan.columns[0] > plan.columns[1])
-    assert given(plan="even").shard_plan is None
+    assert given(plan="even").split is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hostring.integrations.llm.checkpoint.gguf_config import INTERLEAVED, config
 from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
 from hostring.integrations.llm.checkpoint.gguf_parts import read_parts
 from hostring.integrations.llm.checkpoint.gguf_rope import with_divisors
-from hostring.integrations.llm.checkpoint.layout import TensorSlice
+from hostring.integrations.llm.checkpoint.layout import TensorSlice, layer_of, renumbered
 from hostring.integrations.llm.model.rope import RopeScaling
 
 _NAMES = {
@@ -87,6 +88,17 @@ class GgufCheckpoint:
         if info.shape != (half,):
             raise ValueError(f"{self.path}: {_ROPE} has shape {info.shape}; expected ({half},), half of head_dim")
         return with_divisors(self.config, self._dequantised(info, range(1), range(half))[0].tolist())
+
+    def of_layers(self, layers: range) -> GgufCheckpoint:
+        """The same file with these layers alone, numbered from 0, and a count of bytes of its own."""
+        found = copy(self)
+        found.tensors = {
+            renumbered(name, -layers.start): info
+            for name, info in self.tensors.items()
+            if (layer := layer_of(name)) is None or layer in layers
+        }
+        found.config, found.bytes_read = self.config.of_layers(layers), 0
+        return found
 
     def read(self, part: TensorSlice) -> Tensor:
         info = self.tensors.get(gguf_name(part.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from hostring.integrations.llm.model.config import ModelConfig
@@ -9,6 +10,20 @@ from hostring.integrations.llm.model.shards import ShardPlan
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+
+
+_LAYER = re.compile(r"^(model\.layers|blk)\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """The layer to which a tensor belongs, by its name in HF's or in GGUF's words; None for what belongs to none."""
+    found = _LAYER.match(name)
+    return int(found[2]) if found else None
+
+
+def renumbered(name: str, by: int) -> str:
+    """`name` with the number of its layer raised by `by`."""
+    return _LAYER.sub(lambda found: f"{found[1]}.{int(found[2]) + by}.", name)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hostring.integrations.llm.demo.rank_model import RankModel
 from hostring.integrations.llm.demo.turn import Turn
 from hostring.integrations.llm.demo.verdict import faults, statement
 from hostring.integrations.llm.generate import Generation
+from hostring.integrations.llm.pipeline.stages import StagePlan
 from hostring.integrations.llm.planning.plan_file import shares_json
 
 
@@ -57,6 +58,7 @@ def _of_turn(model: RankModel, controls: Controls, turn: Turn, generation: Gener
         "expected_collectives_per_token": stats.expected_collectives_per_token,
         "bytes_per_token": sum(r["bytes_per_token"] for r in reports) if counted else None,
         "expected_bytes_per_token": sum(r["expected_bytes_per_token"] for r in reports),
+        "boundary_bytes_per_token": sum(r["boundary_bytes_per_token"] for r in reports) if counted else None,
         "prefill_bytes": sum(r["prefill_bytes"] for r in reports),
         "expected_prefill_bytes": sum(r["expected_prefill_bytes"] for r in reports),
         "compute": _compute([r["dtype"] for r in reports]),
@@ -70,14 +72,22 @@ def _of_turn(model: RankModel, controls: Controls, turn: Turn, generation: Gener
         "controls": controls.beside(model, generation, reports),
     }
     result["faults"] = faults(result)
-    result["statement"] = statement(result | {"ranks": model.comm.world_size})
+    result["statement"] = statement(
+        result | {"ranks": model.comm.world_size}, "the pipeline" if job.stages else "tensor parallelism"
+    )
     return result
 
 
 def _plan(model: RankModel) -> dict[str, Any]:
     """Who holds what, by whose wish, and what was predicted of it."""
     told = json.loads(model.job.planned) if model.job.planned else {"left_out": [], "predicted": None}
-    return {"source": model.job.plan, **shares_json(model.plan), **told}
+    found = {"source": model.job.plan, **shares_json(model.plan), **told}
+    split = model.job.split
+    if isinstance(split, StagePlan):
+        found["stages"] = [
+            {"layers": [stage.layers.start, stage.layers.stop], "ranks": list(stage.ranks)} for stage in split.stages
+        ]
+    return found
 
 
 def _compute(kinds: list[str]) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.pipeline.stages import StagePlan, is_stage_plan, stage_plan
+from hostring.integrations.llm.planning.model_file import read_model_file
 from hostring.integrations.llm.planning.plan_file import PlanFile
 from hostring.integrations.llm.planning.wish import BYTES, EVEN, plan_by_bytes, plan_of_file
 
@@ -30,8 +32,9 @@ class Job:
         devices: what each rank computes on; none where every rank says so for itself.
         compile: for each rank, the backend of `torch.compile`, "" for none; nothing where no rank compiles.
         compute: "auto", "packed" or "exact", see `load_model`.
-        plan: who holds what: "even", "bytes", "auto", or a file.
+        plan: who holds what: "even", "bytes", "auto", a file, or stages such as "pp=2,tp=2".
         shares: KV groups, columns and vocabulary by rank, where they are known before the ranks start.
+        stages: layers and ranks of each stage of a pipeline; none where all ranks share every layer.
         planned: what else the plan says, as JSON.
         same_bits: promise the bits of any other number of ranks, see `load_model`.
         xray: file for a recording of the first answer, stage by stage; none where it is empty.
@@ -61,6 +64,7 @@ class Job:
     compute: str = "auto"
     plan: str = "even"
     shares: tuple[tuple[int, ...], ...] = ()
+    stages: tuple[tuple[int, ...], ...] = ()
     planned: str = ""
     same_bits: bool = False
     xray: str = ""
@@ -78,8 +82,10 @@ class Job:
         return self.dtypes[rank] if not may_pack else "packed" if self.compute == "packed" else ""
 
     @property
-    def shard_plan(self) -> ShardPlan | None:
-        """The shares that were planned; None for even ones, and where the ranks are to plan."""
+    def split(self) -> ShardPlan | StagePlan | None:
+        """The shares or the stages that were planned; None for even shares, and where the ranks are to plan."""
+        if self.stages:
+            return StagePlan(*self.stages)
         return ShardPlan(*self.shares) if self.shares else None
 
     @property
@@ -103,7 +109,8 @@ class Job:
     def from_json(text: str) -> Job:
         fields = json.loads(text)
         lists = {name: tuple(fields[name]) for name in ("dtypes", "prompts", "devices", "compile")}
-        return Job(**{**fields, **lists, "shares": tuple(map(tuple, fields["shares"]))})
+        nested = {name: tuple(map(tuple, fields[name])) for name in ("shares", "stages")}
+        return Job(**{**fields, **lists, **nested})
 
 
 def make_job(
@@ -140,9 +147,11 @@ def make_job(
     one_dtype = dtypes is None or "," not in dtypes
     if ranks is None and len(places) > 1 and one_dtype:
         ranks = len(places)
-    plan = plan_of_file(rest.get("plan", EVEN), path, rest.get("compute", "auto"))
-    if ranks is None and plan is not None and one_dtype:
-        ranks = plan.plan.world_size
+    wish = rest.get("plan", EVEN)
+    stages = _stages(wish, path, ranks) if is_stage_plan(wish) else None
+    plan = plan_of_file(wish, path, rest.get("compute", "auto")) if stages is None else None
+    if ranks is None and one_dtype and (known := stages or (plan and plan.plan)):
+        ranks = known.world_size
     kinds = _dtypes(ranks, dtypes)
     job = Job(
         str(path.absolute()),
@@ -152,11 +161,18 @@ def make_job(
         compile=_compile(compile, len(kinds)),
         **rest,
     )
+    if stages is not None:
+        stages.check(read_model_file(path).config, job.ranks)
+        return job if len(stages.layers) == 1 else replace(job, stages=(stages.layers, stages.ranks))
     if job.ranks > _MAX_UNCHECKED_RANKS:
         from hostring.integrations.llm.checkpoint.weights import open_checkpoint
 
         ShardPlan.balanced(open_checkpoint(path).config, job.ranks)
     return _planned(job, plan)
+
+
+def _stages(wish: str, path: Path, ranks: int | None) -> StagePlan:
+    return stage_plan(wish, read_model_file(path).config, ranks)
 
 
 def _existing(path: Path) -> Path:

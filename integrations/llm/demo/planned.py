@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from hostring.integrations.llm.demo.job import Job
+from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.planning.fit import Need, check_fit, need_here
 from hostring.integrations.llm.planning.footprint import Way
 from hostring.integrations.llm.planning.wish import AUTO
@@ -53,10 +54,8 @@ def plan_together(job: Job, comm: Comm, device: torch.device, loaded: bool = Fal
 
 
 def _need(job: Job, rank: int, device: torch.device) -> Need:
-    plan = job.shard_plan
-    assert plan is not None
     way = Way(job.compute, job.dtypes[rank], device.type)
-    return need_here(job.model, plan, rank, way, device.index or 0)
+    return need_here(job.model, ShardPlan(*job.shares), rank, way, device.index or 0)
 
 
 def measured(job: Job, comm: Comm, device: torch.device) -> Choice:

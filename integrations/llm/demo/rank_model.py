@@ -16,6 +16,7 @@ from hostring.integrations.llm.demo.planned import plan_together
 from hostring.integrations.llm.generate import Generation, Model, load_model
 from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.sampling import Sampling
+from hostring.integrations.llm.pipeline.staged import StagedForward
 from hostring.integrations.llm.request import HEAD_RANK
 from hostring.integrations.llm.same_bits import promise
 from hostring.integrations.llm.xray.recording import Recording
@@ -68,7 +69,7 @@ class RankModel:
                 device=self.device,
                 hash_activations=True,
                 compute=self.job.compute,
-                plan=self.job.shard_plan if comm is self.comm else None,
+                plan=self.job.split if comm is self.comm else None,
                 same_bits=self.job.same_bits,
                 packed_ranks=self._packed_ranks if comm is self.comm else None,
                 compile=self.job.compile_of(comm.rank) if comm is self.comm else False,
@@ -133,6 +134,8 @@ class RankModel:
         part = model.sharded
         own = {"rank": comm.rank, "dtype": computes_in(model, dtypes[comm.rank]), "device": str(part.forward.device)}
         loaded = {"bytes_held": part.forward.nbytes_held, "bytes_read": model.bytes_read, "load_s": model.load_s}
+        if isinstance(part.forward, StagedForward):
+            own["stage"] = part.forward.stage.number
         return gather(comm, {**own, **loaded, "compiled": part.forward.compiled, **found.stats.as_dict()})
 
 

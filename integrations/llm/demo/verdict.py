@@ -22,10 +22,11 @@ def faults(result: dict[str, Any]) -> list[str]:
                 f"rank {report['rank']}: {report['wrong_steps']} steps computed with something else than "
                 f"what was reduced"
             )
-    found += _differing("this run", result["activation_sha256"])
+    stages = [report.get("stage", 0) for report in result["per_rank"]]
+    found += _differing("this run", result["activation_sha256"], stages)
     same = result["controls"].get("same_dtype")
     if same:
-        found += _differing("the same-dtype control", same["activation_sha256"])
+        found += _differing("the same-dtype control", same["activation_sha256"], stages)
     for alone in result["controls"].get("one_rank", ()):
         if alone.get("logits_sha256") not in (None, result.get("logits_sha256")):
             found.append(f"rank {alone['rank']} alone gives other logits than {result['ranks']} ranks")
@@ -50,13 +51,17 @@ def _uncounted(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def _differing(run: str, hashes: list[str]) -> list[str]:
+def _differing(run: str, hashes: list[str], stages: list[int]) -> list[str]:
+    """Ranks that reduced something else than the first rank of their stage."""
+    firsts = [stages.index(stage) for stage in stages]
     return [
-        f"{run}: rank {r} has reduced other activations than rank 0" for r, h in enumerate(hashes) if h != hashes[0]
+        f"{run}: rank {r} has reduced other activations than rank {first}"
+        for r, first in enumerate(firsts)
+        if hashes[r] != hashes[first]
     ]
 
 
-def statement(result: dict[str, Any]) -> str:
+def statement(result: dict[str, Any], split: str = "tensor parallelism") -> str:
     """One sentence: the run against the fastest of its ranks alone on the same machine."""
     alone = [c for c in result["controls"].get("one_rank", ()) if c["decode_tokens_per_s"]]
     ours = result["decode_tokens_per_s"]
@@ -68,12 +73,10 @@ def statement(result: dict[str, Any]) -> str:
     control = f"one rank alone in {kind(best, result.get('devices', ()))} {best['decode_tokens_per_s']:,.1f}"
     said = f"{ranks} decode {ours:,.1f} tokens/s, {control}: "
     if ratio >= 1.05:
-        return said + f"tensor parallelism wins here, it is {ratio:.2f} times as fast."
+        return said + f"{split} wins here, it is {ratio:.2f} times as fast."
     if ratio > 0.95:
-        return said + "tensor parallelism neither wins nor loses here."
-    return (
-        said + f"tensor parallelism loses here, it is {ratio:.2f} times as fast. {_where(result['per_rank'])}".rstrip()
-    )
+        return said + f"{split} neither wins nor loses here."
+    return said + f"{split} loses here, it is {ratio:.2f} times as fast. {_where(result['per_rank'])}".rstrip()
 
 
 def _where(reports: list[dict[str, Any]]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hostring.integrations.llm.model.rope import UNSCALED, RopeScaling
@@ -72,6 +72,11 @@ class ModelConfig:
     def group_heads(self) -> int:
         """Query heads that share one KV head."""
         return self.num_attention_heads // self.num_key_value_heads
+
+    def of_layers(self, layers: range) -> ModelConfig:
+        """The same model with these layers alone, numbered from 0."""
+        unrotated = tuple(n - layers.start for n in self.unrotated_layers if n in layers)
+        return replace(self, num_hidden_layers=len(layers), unrotated_layers=unrotated)
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of a HF `config.json` that describes this model."""

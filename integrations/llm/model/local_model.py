@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hostring import Comm
 from hostring.integrations.llm.model.cache import check_fit
 from hostring.integrations.llm.model.config import ModelConfig
-from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.model.shards import Boundaries, Ends, ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
 
 Rows = Sequence[tuple[Any, Sequence[int]]]
@@ -25,6 +27,7 @@ class Forward(Protocol):
         compute: "exact" or "packed".
         dtype: of what this rank computes in; packed, of what enters the reductions. device: where it computes.
         compiled: torch has compiled the layers.
+        ends: of the decoder that are here. boundaries: what crosses the borders of its stage.
         decoder: the local weights.
     """
 
@@ -32,6 +35,8 @@ class Forward(Protocol):
     dtype: torch.dtype
     device: torch.device
     compiled: bool
+    ends: Ends
+    boundaries: Boundaries
     decoder: Any
 
     @property
@@ -42,14 +47,24 @@ class Forward(Protocol):
     def reduced_elements(self) -> list[int]:
         """Elements of each reduction of one row's step, in order."""
 
+    def move_to(self, comm: Comm) -> None:
+        """See `LocalModel.move_to`."""
+
     def new_cache(self, batch: int, max_seq: int) -> Any:
         """An empty `Cache`."""
 
-    def step(self, tokens: Tensor, cache: Any) -> Tensor:
-        """See `LocalModel.step`."""
+    def step(self, tokens: Tensor, cache: Any, stream: npt.NDArray[np.float32] | None = None) -> Tensor:
+        """See `LocalModel.step`.
 
-    def step_rows(self, rows: Rows) -> Tensor:
-        """See `LocalModel.step_rows`."""
+        Args:
+            stream: where this rank holds no embedding, the residual stream before its layers, shape (seq, hidden).
+
+        Returns:
+            where this rank holds no head, the stream after its layers, shape (seq, hidden), valid until the next step.
+        """
+
+    def step_rows(self, rows: Rows, stream: npt.NDArray[np.float32] | None = None) -> Tensor:
+        """See `LocalModel.step_rows`, and `step` for the stream: of all rows, in the order of `rows`."""
 
 
 @dataclass
@@ -75,6 +90,24 @@ class LocalModel:
         """The local weights, for what looks inside: a `Decoder` of torch, or a `PackedDecoder`."""
         return self.forward.decoder
 
+    @property
+    def reducing(self) -> Comm:
+        """The group that adds up: of this rank's stage in a pipeline, else the one of all ranks."""
+        return cast(Comm, self.reducer.comm)
+
+    def counts(self) -> dict[str, Any]:
+        """What this rank's groups have counted so far, all together, with ranks as in `comm`; see
+        `Counters.snapshot`. "boundary_sent" is in bytes, headers included."""
+        found, crossed = self.comm.counters.snapshot(), self.forward.boundaries
+        found["boundary_sent"] = crossed.nbytes_sent
+        if crossed.before is not None:
+            found["seconds"]["wait"] += crossed.waited
+            found["waited_for"][crossed.before] = found["waited_for"].get(crossed.before, 0.0) + crossed.waited
+        if self.reducing is self.comm:
+            return found
+        first = self.comm.rank - self.reducing.rank  # the ranks of a stage are neighbours
+        return _added(found, self.reducing.counters.snapshot(), first)
+
     def new_cache(self, batch: int = 1) -> Any:
         """An empty `Cache` for the heads that live here. Packed, `batch` is 1."""
         return self.forward.new_cache(batch, self.max_seq)
@@ -89,7 +122,8 @@ class LocalModel:
         if (comm.rank, comm.world_size) != (old.rank, old.world_size):
             was, now = f"rank {old.rank} of {old.world_size}", f"rank {comm.rank} of {comm.world_size}"
             raise ValueError(f"this part of the model is that of {was}, the group makes this {now}; load it again")
-        self.comm = self.reducer.comm = comm
+        self.comm = comm
+        self.forward.move_to(comm)
 
     def step(self, tokens: Tensor, cache: Any) -> Tensor:
         """Feed tokens of one sequence, shape (1, seq). A collective.
@@ -130,6 +164,17 @@ class LocalModel:
         logits = self.forward.step_rows(rows)
         clock.stop()
         return logits
+
+
+def _added(whole: dict[str, Any], stage: dict[str, Any], first: int) -> dict[str, Any]:
+    """`whole` and what a stage has counted whose rank 0 is rank `first` of `whole`."""
+    for name in ("payload_sent", "payload_received", "header_sent"):
+        whole[name] += stage[name]
+    for name, by in (("calls", 0), ("seconds", 0), ("waited_for", first)):
+        for key, count in stage[name].items():
+            own = key + by if by else key
+            whole[name][own] = whole[name].get(own, 0) + count
+    return whole
 
 
 def check_rows(rows: Rows) -> None:

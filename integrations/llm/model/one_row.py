@@ -217,18 +217,20 @@ class OneRow:
             ops = _Bound(layer, number, buffers, self._layers)
             for region in layer.regions:
                 h = region.run(ops, h)
-        head = cast(ParallelHead, decoder.head)
-        self._scores = torch.empty(1, head.weight.shape[0], dtype=head.weight.dtype)
-        rounded = buffers.of("rounded x", h.shape[1], head.weight.dtype)
-        self._head = [_norm(h, decoder.norm, buffers.x), *head.bind(buffers.x, self._scores, rounded)]
+        self._stream = h[None]
+        self._head: list[Call] = []
+        if isinstance(head := decoder.head, ParallelHead):  # a pipeline's earlier stage has none
+            self._scores = torch.empty(1, head.weight.shape[0], dtype=head.weight.dtype)
+            rounded = buffers.of("rounded x", h.shape[1], head.weight.dtype)
+            self._head = [_norm(h, decoder.norm, buffers.x), *head.bind(buffers.x, self._scores, rounded)]
 
     def __call__(self, token: Tensor, cache: KVCache) -> Tensor:
         """Logits of the next token, f32. token: (1, 1). Returns shape (1, local vocabulary)."""
         return self.logits(self.run_layers(self.decoder.embed(token), cache))
 
     def run_layers(self, h: Tensor, cache: KVCache) -> Tensor:
-        """The residual stream after all layers, shape (1, hidden), valid until the next call. h: (1, 1, hidden),
-        f32."""
+        """The residual stream after all layers, shape (1, 1, hidden), valid until the next call. h: the
+        same, f32."""
         buffers = self._buffers
         buffers.h.copy_(h[0])
         for own, table in zip(buffers.tables, self.decoder.rotary.at(cache.length, 1), strict=True):
@@ -236,7 +238,7 @@ class OneRow:
         buffers.slots[:] = cache.extend(1)
         for call in self._layers:
             call()
-        return buffers.h
+        return self._stream
 
     def logits(self, h: Tensor) -> Tensor:
         """From what `run_layers` returned to logits, shape (1, local vocabulary)."""

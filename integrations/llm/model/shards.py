@@ -8,11 +8,41 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Final, Literal
 
 from hostring.integrations.llm.model.config import ModelConfig
 
 Balance = Literal["regions", "bytes"]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Which ends of the decoder a rank holds: in a pipeline the first stage has the embedding, the last the head."""
+
+    embedding: bool = True
+    head: bool = True
+
+
+WHOLE: Final = Ends()
+
+
+@dataclass
+class Boundaries:
+    """What crosses the borders of a pipeline's stage; nothing outside pipelines.
+
+    Attributes:
+        sent: f32 elements for each row of a step that this rank sends to the next stage.
+        shared: the same, of what the stage before sent, that the ranks of this stage share.
+        nbytes_sent: bytes that this rank has sent to the next stage so far, headers included.
+        before: the rank from which it receives; None where it receives from none.
+        waited: seconds until that rank's streams had come, so far.
+    """
+
+    sent: int = 0
+    shared: int = 0
+    nbytes_sent: int = 0
+    before: int | None = None
+    waited: float = 0.0
 
 
 @dataclass(frozen=True)

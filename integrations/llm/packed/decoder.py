@@ -10,7 +10,7 @@ import numpy as np
 from hostring import UnitFold
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
 from hostring.integrations.llm.model.rope import rotary_divisors
-from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.model.shards import WHOLE, Ends, ShardPlan
 from hostring.integrations.llm.packed.check import check_formats
 from hostring.integrations.llm.packed.library import Pointer, Unavailable, load
 from hostring.integrations.llm.packed.memory import Arena
@@ -30,10 +30,12 @@ class PackedDecoder:
         threads: that compute.
         beside_exact: other ranks compute exact and know no units, so this one brings a single sum, in its own order.
         order: in which the group's all-reduce folds ranks.
+        ends: of the model that this rank holds.
 
     Attributes:
         nbytes_held: bytes of the file that this rank holds, mapped or copied.
         folds: what this rank brings to the reductions of a layer, by the side of the region. layers: weights, likewise.
+        embedding, head: None where this rank has none; n_logits: rows of the head.
         rope_divisors: what each rotary frequency is divided by; None where by nothing.
 
     Raises:
@@ -49,6 +51,7 @@ class PackedDecoder:
         threads: int = 1,
         beside_exact: bool = False,
         order: str = "rank",
+        ends: Ends = WHOLE,
     ) -> None:
         if why := unsupported(checkpoint.tensors):
             raise Unavailable(why)
@@ -67,10 +70,11 @@ class PackedDecoder:
         self.folds = {side: self._fold(shares) for side, shares in per_rank.items()}
         self.rope_divisors = self._divisors()
         self.layers = [self._layer(n) for n in range(n_layers)]
-        self.embedding = self._weights.whole("token_embd.weight")
+        self.embedding = self._weights.whole("token_embd.weight") if ends.embedding else None
         self.norm = self._weights.vector("output_norm.weight")
         head = "output.weight" if "output.weight" in self._tensors else "token_embd.weight"
-        self.head = self._weights.rows(head, plan.vocab_of(rank))
+        self.n_logits = len(plan.vocab_of(rank)) if ends.head else 0
+        self.head = self._weights.rows(head, plan.vocab_of(rank)) if ends.head else None
         self._weights.read_ahead()
 
     @property

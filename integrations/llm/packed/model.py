@@ -15,7 +15,7 @@ from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
 from hostring.integrations.llm.model.audit import StreamAudit
 from hostring.integrations.llm.model.local_model import LocalModel, Rows
 from hostring.integrations.llm.model.regions import layers_of
-from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.model.shards import WHOLE, Boundaries, Ends, ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
 from hostring.integrations.llm.packed.cache import PackedCache
 from hostring.integrations.llm.packed.decoder import PackedDecoder, units_of
@@ -36,6 +36,8 @@ class PackedForward:
     decoder: PackedDecoder
     reducer: HiddenReducer
     alone: bool
+    ends: Ends = WHOLE
+    boundaries: Boundaries = field(default_factory=Boundaries, init=False)
     compute: str = field(default="packed", init=False)
     compiled: bool = field(default=False, init=False)
     dtype: torch.dtype = field(default=torch.float32, init=False)
@@ -49,6 +51,10 @@ class PackedForward:
     def nbytes_held(self) -> int:
         """See `Forward`."""
         return self.decoder.nbytes_held
+
+    def move_to(self, comm: Comm) -> None:
+        """See `Forward`."""
+        self.reducer.comm = comm
 
     @property
     def reduced_elements(self) -> list[int]:
@@ -68,13 +74,13 @@ class PackedForward:
             raise ValueError(f"a packed cache holds one sequence, not {batch}; make one for each, or compute exact")
         return PackedCache(self.decoder.local, max_seq)
 
-    def step(self, tokens: Tensor, cache: PackedCache) -> Tensor:
-        """See `LocalModel.step`."""
-        return self.step_rows([(cache, tokens[0].tolist())])
+    def step(self, tokens: Tensor, cache: PackedCache, stream: npt.NDArray[np.float32] | None = None) -> Tensor:
+        """See `Forward.step`."""
+        return self.step_rows([(cache, tokens[0].tolist())], stream)
 
-    def step_rows(self, rows: Rows) -> Tensor:
-        """See `LocalModel.step_rows`."""
-        return torch.from_numpy(self._steps.run(rows))
+    def step_rows(self, rows: Rows, stream: npt.NDArray[np.float32] | None = None) -> Tensor:
+        """See `Forward.step_rows`."""
+        return torch.from_numpy(self._steps.run(rows, stream))
 
     def begin(self, x: npt.NDArray[np.float32]) -> None:
         """See `Sums`."""
@@ -100,6 +106,7 @@ def build_packed(
     hash_activations: bool = False,
     threads: int | None = None,
     beside_exact: bool = False,
+    ends: Ends = WHOLE,
 ) -> LocalModel:
     """Map this rank's part of a GGUF file, and check the kernels on its own blocks.
 
@@ -107,7 +114,7 @@ def build_packed(
         checkpoint, comm, max_seq, hash_activations: see `sharded.build`.
         plan: who holds what; shares must be whole units (see `UnitPlan`). As even as units allow when not given.
         threads: that compute; as many as torch uses when not given.
-        beside_exact: see `PackedDecoder`.
+        beside_exact, ends: see `PackedDecoder`.
 
     Raises:
         Unavailable: this file can't be decoded packed here, or not by this plan; says why.
@@ -120,12 +127,12 @@ def build_packed(
         plan = units.shares(config, comm.world_size) if plan is None else plan
         plan.check(config)
         threads = threads or torch.get_num_threads()
-        decoder = PackedDecoder(checkpoint, plan, units, comm.rank, threads, beside_exact, comm.order)
+        decoder = PackedDecoder(checkpoint, plan, units, comm.rank, threads, beside_exact, comm.order, ends)
     except ValueError as exc:
         raise Unavailable(str(exc)) from exc
     max_seq = min(config.max_position_embeddings, 4096) if max_seq is None else max_seq
     checkpoint.bytes_read += decoder.nbytes_held
     audit = StreamAudit(2 * config.num_hidden_layers) if hash_activations else None
     reducer = HiddenReducer(comm, config.hidden_size, audit)
-    forward = PackedForward(decoder, reducer, alone=comm.world_size == 1 and audit is None)
+    forward = PackedForward(decoder, reducer, comm.world_size == 1 and audit is None, ends)
     return LocalModel(forward, config, plan, comm, reducer, max_seq)

@@ -22,6 +22,7 @@ MAX_KEPT_SHAPES = 3  # with several rows of a sequence, whose graphs are kept
 MAX_KEPT_SINGLES = 16  # with single rows alone
 
 Rows = Sequence[tuple[PackedCache, Sequence[int]]]
+Stream = npt.NDArray[np.float32]
 
 
 class Sums(Protocol):
@@ -44,37 +45,44 @@ class _Step:
     def __init__(self, decoder: PackedDecoder, shape: Shape, joined: bool) -> None:
         local, arena = decoder.local, Arena(decoder.ggml)
         layers = layers_of(local)
-        width, n_logits = local.num_attention_heads * local.head_dim, len(decoder.plan.vocab_of(decoder.rank))
-        self.exchange = e = Exchange(arena, rows_of(shape), local.hidden_size, width, decoder.n_slots, n_logits)
+        width = local.num_attention_heads * local.head_dim
+        self.exchange = e = Exchange(arena, rows_of(shape), local.hidden_size, width, decoder.n_slots, decoder.n_logits)
         self._graphs = graphs = StepGraphs(arena, local, e, 2 + sum(map(len, layers)), joined)
-        graphs.embed(decoder.embedding)
+        if decoder.embedding is not None:
+            graphs.embed(decoder.embedding)
         for regions, weights in zip(layers, decoder.layers, strict=True):
             ops = LayerGraphs(graphs, weights, decoder.folds, decoder.rope_divisors)
             for region in regions:
                 region.run(ops, graphs.inputs.x)
-        graphs.head(decoder.norm, decoder.head)
+        graphs.end(decoder.norm, decoder.head)
         backend = Backend(arena, decoder.threads)
         self._compute, self._backend = decoder.ggml.backend_graph_plan_compute, backend.pointer
-        self._first, *rest = backend.plan(arena, graphs.graphs)  # the first is the only one where they are joined
+        plans = backend.plan(arena, graphs.graphs)
+        self._embeds = plans.pop(0) if decoder.embedding is not None and not joined else None
+        *between, self._last = plans  # joined graphs are the last
         for cached in graphs.caches:
             cached.plan_is_made()
         folds = [decoder.folds[region.side] for regions in layers for region in regions]
-        self._last = rest[-1] if rest else None
+        self._result = e.x if decoder.head is None else e.logits
         self._between = []  # (plan, slots of the other ranks, slots that are exchanged, how they are folded)
-        for plan, fold in zip(rest, folds, strict=False):
+        for plan, fold in zip(between, folds, strict=False):
             own = {slot for slot, _ in fold.brings}
             others = [e.slots[n] for n in range(fold.n_slots) if n not in own]
             self._between.append((plan, others, e.slots[: fold.n_slots], fold.completes))
 
-    def run(self, rows: Rows, sums: Sums | None) -> npt.NDArray[np.float32]:
-        """Logits of the last row of each sequence, which are shaped as the graphs are."""
+    def run(self, rows: Rows, sums: Sums | None, stream: Stream | None) -> Stream:
+        """Logits of the last row of each sequence, which are shaped as the graphs are; without a head, the stream."""
         e, compute, backend = self.exchange, self._compute, self._backend
         for sequence, cached, (cache, ids) in zip(e.sequences, self._graphs.caches, rows, strict=True):
             e.fill(sequence, ids, cache.length)
             cached.point_at(cache, cache.length + len(ids))
-        compute(backend, self._first)
+        if stream is not None:
+            e.x[:] = stream
+        if self._embeds is not None:
+            compute(backend, self._embeds)
         if sums is None:
-            return e.logits
+            compute(backend, self._last)
+            return self._result
         sums.begin(e.x)
         for plan, others, slots, completes in self._between:
             compute(backend, plan)
@@ -83,7 +91,7 @@ class _Step:
             sums.reduce(slots, completes)
         compute(backend, self._last)
         sums.end(e.x)
-        return e.logits
+        return self._result
 
 
 class Steps:
@@ -97,15 +105,16 @@ class Steps:
         self._decoder, self._sums = decoder, sums
         self._kept: dict[Shape, _Step] = {}
 
-    def run(self, rows: Rows) -> npt.NDArray[np.float32]:
+    def run(self, rows: Rows, stream: Stream | None = None) -> Stream:
         """Feed the ids of each sequence to its own cache.
 
         Args:
             rows: (cache, ids) of each sequence.
+            stream: of all rows, shape (rows, hidden), where this rank has no embedding.
 
         Returns:
-            this rank's logits of each sequence's last id, shape (sequences, local vocabulary), valid until the next
-            step.
+            this rank's logits of each sequence's last id, shape (sequences, local vocabulary), or, without a head, the
+            stream of all rows, shape (rows, hidden); valid until the next step.
 
         Raises:
             ValueError: they don't fit.
@@ -116,10 +125,15 @@ class Steps:
         order = sorted(range(len(rows)), key=lambda n: -len(rows[n][1]))
         placed = [rows[n] for n in order]
         shape = tuple((len(ids), _n_cached(len(ids), cache.length + len(ids))) for cache, ids in placed)
-        logits = self._step_of(shape).run(placed, self._sums)
+        moved = order != sorted(order)
+        by_row = _rows_in(order, [len(ids) for _, ids in rows]) if moved else None
+        before = stream if by_row is None or stream is None else stream[by_row]
+        found = self._step_of(shape).run(placed, self._sums, before)
         for cache, ids in placed:
             cache.length += len(ids)
-        return logits if order == sorted(order) else logits[np.argsort(order)]
+        if by_row is None:
+            return found
+        return found[np.argsort(order if self._decoder.head is not None else by_row)]
 
     def _step_of(self, shape: Shape) -> _Step:
         found = self._kept.pop(shape, None)
@@ -131,6 +145,12 @@ class Steps:
             found = _Step(self._decoder, shape, joined=self._sums is None)
         self._kept[shape] = found  # the latest last
         return found
+
+
+def _rows_in(order: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.intp]:
+    """Where the rows of sequences that stand in `order` stood before."""
+    starts = np.cumsum([0, *lengths])
+    return np.concatenate([np.arange(starts[n], starts[n + 1]) for n in order])
 
 
 def _single(shape: Shape) -> bool:

@@ -75,7 +75,7 @@ class RankPart:
             dtype=job.dtypes[comm.rank],
             device=self._device,
             compute=job.compute,
-            plan=job.shard_plan,
+            plan=job.split,
             packed_ranks=packed_ranks,
             max_seq=self._options.context,
         )
