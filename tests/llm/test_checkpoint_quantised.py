@@ -47,7 +47,8 @@ def config_of(name: str) -> dict[str, Any]:
     form = form_of(name).replace("fp-", "float-")
     weights = {"type": "int", "symmetric": True, "dynamic": False, "observer": "minmax", **WAYS[name]}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": form}}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+    rest = {"ignore": ["lm_head"], "kv_cache_scheme": None, "sparsity_config": {"format": "dense"}, "version": "0.9"}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, **rest}
 
 
 def block_of(name: str, shape: torch.Size) -> tuple[int, int]:

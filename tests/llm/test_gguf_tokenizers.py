@@ -201,6 +201,13 @@ def test_a_stream_goes_on_after_bytes_that_spell_no_character(bpe: Any, tmp_path
     assert streamed(tokenizer, ids) == "🙂\ufffd\ufffd a ring🙂"
 
 
+def test_an_answer_ends_at_every_token_that_ends_a_turn_or_a_document() -> None:
+    tokens = ["<unk>", "a", "<|im_end|>", "<|endoftext|>", "</s>", "<|im_start|>"]
+    fields = {"model": "llama", "tokens": tokens, "scores": [0.0] * 6, "token_type": [2, 1, 3, 3, 1, 3]}
+    values = {f"tokenizer.ggml.{key}": value for key, value in {**fields, "eos_token_id": 5}.items()}
+    assert tokenizer_from_fields(values).eos_ids == {2, 3, 5}  # </s> is an ordinary token here
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -14,7 +14,7 @@ from hostring.integrations.llm.checkpoint.fields import Fields
 from hostring.integrations.llm.checkpoint.gguf_byte_bpe import byte_bpe
 from hostring.integrations.llm.checkpoint.gguf_parts import read_fields
 from hostring.integrations.llm.checkpoint.gguf_sentencepiece import scored_bpe, unigram
-from hostring.integrations.llm.checkpoint.gguf_vocabulary import Vocabulary
+from hostring.integrations.llm.checkpoint.gguf_vocabulary import CONTROL, Vocabulary
 from hostring.integrations.llm.checkpoint.gguf_wordpiece import wordpiece
 
 _KINDS: dict[str, tuple[str, Callable[[Vocabulary], Tokenizer]]] = {
@@ -30,6 +30,11 @@ _USUAL_IDS: dict[str, dict[str, int]] = {  # as in llama.cpp, where the file nam
     "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
 }
 _ENDS = ("eot", "eom")
+# Files often name one end of a document or of a turn, and the model uses another. llama.cpp stops at these, too.
+_END_TEXTS = {
+    "</s>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
+    "<end_of_utterance>", "<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}  # fmt: skip
 _TEMPLATE = "tokenizer.chat_template"
 
 
@@ -55,13 +60,19 @@ def tokenizer_from_fields(values: Mapping[str, Any], source: object = "GGUF meta
         raise ValueError(f"{source}: tokenizer.ggml.model {kind!r} is not supported; supported are {known}")
     vocabulary = Vocabulary.of(fields, _USUAL_IDS.get(kind, {}))
     ids = {name: vocabulary.id(theirs) for name, theirs in _NAMED.items()}
-    ends = [ids["eos"], *(vocabulary.id(name) for name in _ENDS)]
     return ChatTokenizer(
         _KINDS[kind][1](vocabulary),
-        frozenset(i for i in ends if i is not None),
+        _ends(vocabulary),
         _templates(values),
         {f"{name}_token": vocabulary.tokens[i] for name, i in ids.items() if i is not None},
     )
+
+
+def _ends(vocabulary: Vocabulary) -> frozenset[int]:
+    """The ids that end an answer."""
+    named = [vocabulary.id(name) for name in ("eos", *_ENDS)]
+    control = set(vocabulary.of_kind(CONTROL)) & _END_TEXTS
+    return frozenset([i for i in named if i is not None] + [vocabulary.tokens.index(token) for token in control])
 
 
 def _templates(values: Mapping[str, Any]) -> dict[str, str]:

@@ -83,8 +83,10 @@ def _compressed(said: Fields) -> QuantisedLayout:
     form = said.choice("format", _FORMATS, what="the format")
     said.ignore(_OF_COMPRESSION)
     said.only("kv_cache_scheme")
-    for name in ("sparsity_config", "transform_config"):
-        said.only(name, {})
+    sparsity = said.get("sparsity_config")
+    if not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):  # which stores nothing else
+        said.only("sparsity_config", {})
+    said.only("transform_config", {})
     weights = _weights(said)
     strategy = weights.choice("strategy", _STRATEGIES, what="the strategy")
     bits, number = weights.whole("num_bits"), weights.choice("type", ("int", "float"), "int")

@@ -134,7 +134,8 @@ def make_job(
         prompts, rest: the other attributes of `Job`.
 
     Raises:
-        ValueError: names that are unknown, numbers that don't go together, or more ranks than the model has KV heads.
+        ValueError: names that are unknown, numbers that don't go together, or more ranks than the model has query
+            heads.
         FileNotFoundError: no such model.
     """
     path = _existing(BUNDLED if model is None else Path(model))
