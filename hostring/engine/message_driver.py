@@ -124,7 +124,7 @@ class MessageDriver:
 
         Looking pays where the other rank runs. Where other processes want the cores, it only keeps the rank that is
         waited for from running, and this one is woken later for the time that it has used. So it looks less often after
-        each time in vain, and more often after bytes came.
+        each time in vain, and more often after bytes came while it looked.
         """
         idle = 0
         while not until():
@@ -138,6 +138,7 @@ class MessageDriver:
                 self._spins = max(self._spins // 2, _MIN_SPINS)
                 self._traffic.expire()
                 self._sleep(deadline, until)
+                idle = 0  # what comes now was not worth looking for
             else:
                 yield_core()
 

@@ -66,3 +66,19 @@ def test_looking_that_pays_is_kept():
     looked = sleeps(arrivals, 40)
     assert min(looked[:8]) < 10
     assert max(looked[8:]) > 100
+
+
+def test_what_wakes_a_sleeper_is_no_reason_to_look_longer():
+    """With busy processes beside two ranks, every message came during a sleep, and they looked 200 times before each."""
+
+    class Wakes(Traffic):
+        def awake(self, events) -> None:
+            super().awake(events)
+            self.arrivals.add(self.looks + 1)  # a message, as soon as this rank is awake
+
+    traffic = Wakes(set())
+    driver = MessageDriver(traffic, Control(0, {}))
+    driver.help(Until(lambda: len(traffic.before_sleeps) >= 12))
+    driver.close(0.0)
+    assert traffic.before_sleeps[0] > 100
+    assert traffic.before_sleeps[-1] < 10
