@@ -69,7 +69,7 @@ def test_looking_that_pays_is_kept():
 
 
 def test_what_wakes_a_sleeper_is_no_reason_to_look_longer():
-    """With busy processes beside two ranks, every message came during a sleep, and they looked 200 times before each."""
+    """With busy processes beside two ranks, every message came during a sleep; they looked 200 times before each."""
 
     class Wakes(Traffic):
         def awake(self, events) -> None:
