@@ -73,7 +73,7 @@ class Hosts:
         for rank, (x, extra) in enumerate((("a", a), ("b", b))):
             environment = {
                 **os.environ,
-                "HOSTRING_TIMEOUT": "20",
+                "HOSTRING_TIMEOUT": "60",
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
                 "MASTER_PORT": "29544",
@@ -86,7 +86,7 @@ class Hosts:
         outcomes = []
         for process in running:
             try:
-                out, _ = process.communicate(timeout=60)
+                out, _ = process.communicate(timeout=100)
             except subprocess.TimeoutExpired:
                 process.kill()
                 out, _ = process.communicate()

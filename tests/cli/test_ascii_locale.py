@@ -123,6 +123,7 @@ def test_trace(tmp_path: Path) -> None:
             "received": 16,
             "start": 0.0,
             "began": 0.0,
+            "started": 0.0,
             "at": 0.0,
         }
     ]

@@ -11,7 +11,7 @@ THROUGH_A_TORCH_STORE = """
 import datetime, os
 import torch
 import torch.distributed as dist
-rank, soon = int(os.environ.pop("RANK")), datetime.timedelta(seconds=20)
+rank, soon = int(os.environ.pop("RANK")), datetime.timedelta(seconds=60)
 for name in ("WORLD_SIZE", "MASTER_PORT"):
     os.environ.pop(name)
 store = dist.TCPStore("10.97.0.1", 29545, 2, rank == 0, timeout=soon, wait_for_workers=False)
