@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from demo_jobs import job, measured
 from gguf import GGMLQuantizationType as Kind
 from llm_models import byte_tokenizer, packable_model, write_gguf
 
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
 from hostring.integrations.llm.demo.job import Job
+from hostring.integrations.llm.planning import probe
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,14 @@ def test_packed_ranks_say_what_they_hold_and_write_what_one_writes(model: Path, 
     assert two["tokens"] == one["tokens"]
     assert two["faults"] == []
     assert [control["tokens"] for control in two["controls"]["one_rank"]] == [one["tokens"]]
+
+
+def test_a_packed_rank_is_probed_region_by_region(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "DECODE_SECONDS", 0.02)
+    spec = probe.probe(model, "auto", "float32", torch.device("cpu"), "me", 2)
+    assert spec.way.compute == "packed"
+    assert spec.decode is not None
+    assert min(spec.decode.attention.seconds(1), spec.decode.mlp.seconds(64), spec.decode.head.seconds(100)) > 0
 
 
 def test_exact_ranks_of_the_same_file_dequantise(model: Path) -> None:
