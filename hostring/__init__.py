@@ -10,6 +10,7 @@ from hostring import platforms, torch_hook
 
 if TYPE_CHECKING:
     from hostring.arrays.adapter import Adapter
+    from hostring.arrays.feedback import Feedback
     from hostring.arrays.staging import register_adapter
     from hostring.comm import Comm
     from hostring.engine.work import Work
@@ -30,6 +31,7 @@ __all__ = [
     "Adapter",
     "CollectiveMismatch",
     "Comm",
+    "Feedback",
     "GroupClosedError",
     "HandshakeError",
     "HostringError",
@@ -47,6 +49,7 @@ __all__ = [
 _HOMES = {
     "Adapter": "arrays.adapter",
     "Comm": "comm",
+    "Feedback": "arrays.feedback",
     "UnitFold": "topologies.units",
     "Work": "engine.work",
     "register_adapter": "arrays.staging",
@@ -91,9 +94,9 @@ def init(
             "all_reduce:mesh/two_shot;broadcast:star", see docs/topologies.md. It never changes a bit of a result;
             "auto" chooses by size.
         order: rank, ring or tree, the declared fold order, part of the group's contract.
-        wire: float32 (the default), bfloat16 or mxint8. What float32 arrays contribute to reductions is rounded to that
-            and travels in a half or (mxint8: blocks of 32 that share a power of two) a quarter of the bytes. It is
-            still folded in float32. Part of the group's contract.
+        wire: float32 (the default), bfloat16, mxint8 or mxfp4. What float32 arrays contribute to reductions is rounded
+            to that, and travels in a half, a quarter (mxint8) or an eighth (mxfp4) of the bytes; the latter two have
+            blocks of 32 that share a power of two. It is still folded in float32. Part of the group's contract.
         transport: auto (shared memory within a host, TCP between hosts), tcp, unix, shm, or memory for ranks that are
             threads of one process.
         timeout: seconds for start-up, and for each operation unless it says otherwise. 120 by default.

@@ -71,14 +71,16 @@ class Comm:
             turns.holder = 0
             turns.turn.release()
 
-    def all_reduce(self, x: Any, op: str = "sum", *, async_op: bool = False, timeout: Seconds = None) -> Any:
+    def all_reduce(
+        self, x: Any, op: str = "sum", *, feedback: Any = None, async_op: bool = False, timeout: Seconds = None
+    ) -> Any:
         """Fold `x` of all ranks element by element, in the declared order. All ranks get the same bits.
 
         Args:
             x: the same number of elements on every rank. Floats of 32 bits or less may differ in dtype between ranks;
-                the same float32 is then rounded to each. Changed in place, and returned; where `x` is immutable, a new
-                array is returned.
+                the same float32 is then rounded to each. Changed in place and returned; an immutable one gives a new.
             op: sum, avg, min, max, prod, or band, bor, bxor for integers and bool. avg divides after the fold.
+            feedback: a `Feedback`: adds what the wire has cut off this tensor before, for sums and averages of float32.
             async_op: return a `Work` at once; leave `x` alone until it is done.
             timeout: seconds for the whole operation, instead of the group's.
 
@@ -89,6 +91,8 @@ class Comm:
         Cost: (N-1)·S sent per rank for small messages, 2(N-1)/N·S for large ones on a mesh; see docs/topologies.md.
         """
         turns = self.session.turns
+        if feedback is not None:
+            return self._call("feedback", async_op, self._reductions.compensated, x, op, timeout, feedback)
         if async_op:
             check_reduction(x, op)
             return turns.submit(partial(self._reductions.all_reduce, x, op, timeout), "all_reduce")
@@ -116,10 +120,8 @@ class Comm:
         Cost: two copies of arrays of up to 4096 elements, which travel together, and an all_reduce of each larger one.
         With order="ring", and with floats on another wire than float32, each array travels alone.
         """
-        arrays = list(xs)
-        dtype = joint_dtype(arrays, op)
-        coalesced = Coalesced(self.session, self._reductions)
-        return self._call("all_reduce", async_op, coalesced.all_reduce, arrays, dtype, op, timeout)
+        arrays, coalesced = list(xs), Coalesced(self.session, self._reductions)
+        return self._call("all_reduce", async_op, coalesced.all_reduce, arrays, joint_dtype(arrays, op), op, timeout)
 
     def reduce(self, x: Any, root: int = 0, op: str = "sum", *, async_op: bool = False, timeout: Seconds = None) -> Any:
         """Like `all_reduce`, but only `root` gets the result; `x` of the others is left as it is and returned."""

@@ -9,12 +9,15 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from hostring.arrays import mxint8
-from hostring.arrays.dtypes import FLOAT32, MXINT8, Array, DType
+from hostring.arrays import mxfp4, mxint8
+from hostring.arrays.dtypes import FLOAT32, MXFP4, MXINT8, Array, DType
 
 Bind: TypeAlias = Callable[[Array, Array], Callable[[], Any]]
 
-_BINDS: Final[dict[tuple[DType, DType], Bind]] = {(MXINT8, FLOAT32): mxint8.bind_widen}
+_BINDS: Final[dict[tuple[DType, DType], Bind]] = {
+    (MXINT8, FLOAT32): mxint8.bind_widen,
+    (MXFP4, FLOAT32): mxfp4.bind_widen,
+}
 
 
 def register_cast(source: DType, target: DType, bind: Bind) -> None:

@@ -36,12 +36,14 @@ FLOAT16: Final = BY_NAME["float16"]
 BFLOAT16: Final = BY_NAME["bfloat16"]
 
 BLOCK: Final = 32
-# One byte of a payload of 8-bit blocks: see `mxint8`. No array has this dtype, so it is in no table above.
+# One byte of a payload of blocks: see `mxint8` and `mxfp4`. No array has these dtypes, so they are in no table above.
 MXINT8: Final = np.dtype([("mxint8", np.uint8)])
-_MXINT8_CODE: Final = 128
-PAYLOADS: Final[dict[int, DType]] = {**dict(enumerate(DTYPES)), _MXINT8_CODE: MXINT8}
+MXFP4: Final = np.dtype([("mxfp4", np.uint8)])
+IN_BLOCKS: Final[dict[DType, str]] = {MXINT8: "mxint8", MXFP4: "mxfp4"}
+_BLOCK_CODES: Final = {128: MXINT8, 129: MXFP4}
+PAYLOADS: Final[dict[int, DType]] = {**dict(enumerate(DTYPES)), **_BLOCK_CODES}
 PAYLOAD_CODES: Final[dict[DType, int]] = {dtype: code for code, dtype in PAYLOADS.items()}
-WIRES: Final[dict[str, DType]] = {"float32": FLOAT32, "bfloat16": BFLOAT16, "mxint8": MXINT8}
+WIRES: Final[dict[str, DType]] = {"float32": FLOAT32, "bfloat16": BFLOAT16, "mxint8": MXINT8, "mxfp4": MXFP4}
 """What a group may round float32 contributions to."""
 
 # Looked up by value, because a copy of a dtype, such as `newbyteorder` makes, claims not to be built in.
@@ -82,12 +84,19 @@ def carrier(dtype: DType) -> DType:
 
 def unit_of(wire: str) -> int:
     """Elements of a float32 contribution that are rounded together, and must stay together."""
-    return BLOCK if WIRES[wire] == MXINT8 else 1
+    return BLOCK if WIRES[wire] in IN_BLOCKS else 1
 
 
 def nbytes_of(n_elements: int, payload: DType) -> int:
     """Bytes that a payload of `n_elements` takes."""
-    return n_elements + -(-n_elements // BLOCK) if payload == MXINT8 else n_elements * payload.itemsize
+    if payload not in IN_BLOCKS:
+        return n_elements * payload.itemsize
+    return element_nbytes(n_elements, payload) + -(-n_elements // BLOCK)
+
+
+def element_nbytes(n_elements: int, payload: DType) -> int:
+    """Bytes of the elements alone in a payload of blocks, which the scales follow."""
+    return -(-n_elements // 2) if payload == MXFP4 else n_elements
 
 
 def kind_code(dtype: DType) -> int:

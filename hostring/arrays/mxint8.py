@@ -13,12 +13,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from hostring.arrays.blocks import largest_of_blocks
 from hostring.arrays.dtypes import BLOCK, Array
 
 # Elements that one numpy call works on: enough to make the call's overhead small, few enough for a cache.
 _PIECE: Final = 1 << 16
-# Elements up to which numpy's own reduction finds the largest of each block sooner than loops over the array.
-_MAX_REDUCE_ELEMENTS: Final = 1 << 12
 _LARGEST: Final = 127
 _MANTISSA_BITS: Final = np.array(23, np.int32)  # an array: making one takes numpy longer than shifting a few numbers
 _HUGE: Final = 238 << 23  # the bits of 2^111: from here on `_MAGIC` would overflow; NaN and infinity are here too
@@ -50,7 +49,7 @@ def _round_piece(values: Array, elements: Array, scales: Array) -> None:
         scratch[n_elements:] = 0
         sums = scratch[:n_elements]
     np.abs(values, out=sums)
-    largest = _largest(scratch.view(np.int32))
+    largest = largest_of_blocks(scratch.view(np.int32))
     huge = _take_huge(values, largest) if largest.item(largest.argmax()) >= _HUGE else None
     scales[...] = largest >> _MANTISSA_BITS
     magic = _MAGIC.take(scales).repeat(BLOCK)[:n_elements]
@@ -63,23 +62,6 @@ def _round_piece(values: Array, elements: Array, scales: Array) -> None:
         elements[over] = np.where(values[over] < 0, -_LARGEST, _LARGEST)
     if huge is not None:
         _put_huge(values, elements, scales, *huge)
-
-
-def _largest(magnitudes: Array) -> Array:
-    """The largest of each block, a new array of shape (blocks,)."""
-    n = magnitudes.size
-    if n <= _MAX_REDUCE_ELEMENTS:
-        found: Array = np.maximum.reduce(magnitudes.reshape(-1, BLOCK), axis=1)
-        return found
-    # Loops over the whole array, because numpy's short ones cost more than their arithmetic: compare each element with
-    # the one half a block on, then a quarter, and so on.
-    halves = np.maximum(magnitudes[:-16], magnitudes[16:])
-    quarters = np.empty_like(magnitudes)
-    np.maximum(halves[:-8], halves[8:], out=quarters[: n - 24])
-    fours = quarters.view(np.complex128)  # 8 times 4 lanes a block, of which two are left
-    four = np.maximum(fours[::8].copy().view(np.int32), fours[1::8].copy().view(np.int32))
-    two = np.maximum(four[:-2], four[2:])
-    return np.maximum(two[:-1:4], two[1::4])
 
 
 def _take_huge(values: Array, largest: Array) -> tuple[Array, Array]:

@@ -77,7 +77,7 @@ class Case:
             rows = [rounded(self.input(r, seed), wire if n > 1 else "float32") for r in range(n)]
             if self.collective == "reduce_scatter":
                 return folded(rows, self.op, self.order, parts)[slice(*parts[rank])]
-            in_blocks = wire == "mxint8" and self.dtype.kind not in "biuc" and self.dtype.itemsize <= 4
+            in_blocks = wire.startswith("mx") and self.dtype.kind not in "biuc" and self.dtype.itemsize <= 4
             return folded(rows, self.op, self.order, even(self.n_elements, n, BLOCK if in_blocks else 1))
         if self.collective == "broadcast":
             return self.input(root, seed)

@@ -18,7 +18,7 @@ DTYPES = (
     "float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool", "complex64",
     "complex128",
 )  # fmt: skip
-BLOCK = 32  # elements that share a scale on the wire mxint8
+BLOCK = 32  # elements that share a scale on the wires mxint8 and mxfp4
 OPS: dict[str, Any] = {
     "sum": np.add,
     "avg": np.add,
@@ -67,6 +67,8 @@ def rounded(row: Array, wire: str) -> Array:
     """A contribution as it is folded: float32 is rounded to a narrower wire."""
     if row.dtype != np.float32 or wire == "float32":
         return row
+    if wire == "mxfp4":
+        return _in_fours(row)
     return _in_blocks(row) if wire == "mxint8" else row.astype(dtype_of(wire)).astype(row.dtype)
 
 
@@ -79,6 +81,20 @@ def _in_blocks(row: Array) -> Array:
     largest = np.abs(blocks).max(axis=1, keepdims=True)
     step = np.ldexp(1.0, np.maximum(np.frexp(largest)[1] - 1, -127) - 6)
     near = np.clip(np.rint(blocks / step), -127, 127) * step + 0.0  # no negative zero
+    return np.where(np.isfinite(largest), near, np.nan).reshape(-1)[: row.size].astype(np.float32)
+
+
+@np.errstate(all="ignore")
+def _in_fours(row: Array) -> Array:
+    """MXFP4, in float64: each block of 32 is divided by a quarter of the power of two below its largest number."""
+    blocks = np.zeros(-(-row.size // BLOCK) * BLOCK)
+    blocks[: row.size] = row
+    blocks = blocks.reshape(-1, BLOCK)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    scale = np.ldexp(1.0, np.maximum(np.frexp(largest)[1] - 1, -125) - 2)
+    parts = np.abs(blocks) / scale
+    step = np.ldexp(1.0, np.clip(np.frexp(parts)[1] - 1, 0, 2) - 1)  # one bit after the point: 0.5, 1 and 2
+    near = np.copysign(np.minimum(np.rint(parts / step) * step, 6.0) * scale, blocks)
     return np.where(np.isfinite(largest), near, np.nan).reshape(-1)[: row.size].astype(np.float32)
 
 

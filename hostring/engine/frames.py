@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from hostring.arrays.dtypes import MXINT8, NAMES, OPS, PAYLOADS, kind_name
+from hostring.arrays.dtypes import IN_BLOCKS, NAMES, OPS, PAYLOADS, kind_name
 from hostring.arrays.fold import ORDERS
 
 VERSION: Final = 1
@@ -145,8 +145,9 @@ class Header:
         return f"{self.describe_call()}, schedule {self.schedule}, epoch {self.epoch}, {message}"
 
     def dtype_name(self) -> str:
-        if PAYLOADS.get(self.payload_dtype) == MXINT8:
-            return "mxint8"
+        payload = PAYLOADS.get(self.payload_dtype)
+        if payload in IN_BLOCKS:
+            return IN_BLOCKS[payload]
         return NAMES[self.payload_dtype] if self.payload_dtype < len(NAMES) else f"dtype code {self.payload_dtype}"
 
 

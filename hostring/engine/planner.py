@@ -8,16 +8,14 @@ from functools import lru_cache
 from typing import Any, Final
 
 from hostring.arrays.dtypes import (
-    BLOCK,
     CODES,
     COMPLEX_KIND,
     FLOAT32,
     FLOAT_KIND,
-    MXINT8,
     WIRE_DTYPES,
-    WIRES,
     DType,
     kind_code,
+    unit_of,
 )
 from hostring.arrays.fold import fold_functions, sixteen_bit_sum
 from hostring.engine.binding import SideMemory
@@ -62,7 +60,7 @@ class Planner:
         self._scratch = bytearray()
         self._sides = SideMemory()
         self._results = SideMemory() if wire == "float32" else None
-        self._unit = BLOCK if WIRES[wire] == MXINT8 else 1  # elements of a contribution that are rounded together
+        self._unit = unit_of(wire)  # elements of a contribution that are rounded together
 
     @property
     def memory_held(self) -> int:

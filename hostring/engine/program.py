@@ -11,7 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from hostring.arrays.dtypes import BLOCK, DTYPES, MXINT8, PAYLOAD_CODES, Array, DType, carrier, nbytes_of
+from hostring.arrays.dtypes import (
+    BLOCK,
+    DTYPES,
+    IN_BLOCKS,
+    PAYLOAD_CODES,
+    Array,
+    DType,
+    carrier,
+    element_nbytes,
+    nbytes_of,
+)
 from hostring.arrays.fold import Expression, Fold2
 from hostring.engine.binding import ALIGN, Binding, Buffers, SideKey, SideMemory, Spot, side_keys
 from hostring.engine.frames import HEADER_BYTES, Call
@@ -193,8 +203,10 @@ class Program:
         payload = self.dtype if raw is None else raw
         header, spot = self._header(k, part, what, payload), self._spot(what)
         message = Outgoing(self.binding, header, spot, raw is not None, self._origins.get(what))
-        if payload == MXINT8:
-            message.scales = slice(*(self._schedule.data - (-at // BLOCK) for at in (what.start, what.stop)))
+        if payload in IN_BLOCKS:
+            whole = element_nbytes(self._schedule.data, payload)
+            message.elements = slice(*(element_nbytes(at, payload) for at in (what.start, what.stop)))
+            message.scales = slice(*(whole - (-at // BLOCK) for at in (what.start, what.stop)))
         return message
 
     def _incoming(self, k: int, part: int, recv: Recv, key: SideKey) -> Incoming:

@@ -12,7 +12,7 @@ from hostring.arrays.casting import bound_cast, cast
 from hostring.arrays.dtypes import (
     CODES,
     FLOAT32,
-    MXINT8,
+    IN_BLOCKS,
     NAMES,
     PAYLOADS,
     Array,
@@ -207,7 +207,7 @@ class Incoming:
 
     def _takes(self, payload: DType) -> bool:
         """Whether what this program folds or moves can be had from `payload`."""
-        if payload == MXINT8:
+        if payload in IN_BLOCKS:
             return self.binding.call.op is not None and wire_dtype(self.binding.dtype) == FLOAT32
         return kind_code(payload) == kind_code(self.binding.dtype)
 

@@ -10,14 +10,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from hostring.arrays import mxint8
+from hostring.arrays import mxfp4, mxint8
 from hostring.arrays.adapter import Adapter
 from hostring.arrays.casting import cast, copy
 from hostring.arrays.dtypes import (
     BFLOAT16,
     BLOCK,
     FLOAT32,
-    MXINT8,
+    IN_BLOCKS,
+    MXFP4,
     Array,
     DType,
     carrier,
@@ -25,6 +26,7 @@ from hostring.arrays.dtypes import (
     nbytes_of,
     wire_dtype,
 )
+from hostring.arrays.feedback import Feedback
 from hostring.arrays.fold import divide
 from hostring.arrays.staging import ADAPTERS, adapter_for
 from hostring.engine.arguments import check_out, check_rank, check_reduction, rows_of
@@ -67,6 +69,25 @@ class Reductions:
             self._session.run_alone("all_reduce")
             return x
         return self._staged_all_reduce(adapter, x, view, dtype, op, detail, timeout, started)
+
+    def compensated(self, x: Any, op: str, timeout: float | None, feedback: Feedback) -> Any:
+        """`all_reduce`, after `x` got back what the wire has cut off this rank's contributions before."""
+        session, adapter = self._session, adapter_for(x)
+        if op not in ("sum", "avg"):
+            raise ValueError(f"all_reduce: feedback={feedback!r} makes up for rounded sums; op={op!r} has none")
+        session.check_alive()
+        if session.rounds and session.world_size > 1 and adapter.dtype(x) == FLOAT32:
+            wanted = np.empty(math.prod(x.shape), FLOAT32)
+            residual = feedback.of(wanted.size, session.group.epoch)
+            session.stage(adapter, x, wanted)
+            wanted += residual
+            rounded = wanted.copy()
+            self._round(rounded, 0)  # rounding it again changes nothing
+            with np.errstate(invalid="ignore"):
+                np.subtract(wanted, rounded, out=residual)
+            residual[~np.isfinite(residual)] = 0
+            x = session.unstage(adapter, rounded, x, agreed=True)
+        return self.all_reduce(x, op, timeout)
 
     def _plan(self, view: Array, op: str, detail: int | None) -> Program | None:
         """The program of a first call that works in the caller's memory; None where there is none."""
@@ -193,9 +214,10 @@ class Reductions:
     def _round(self, data: Array, after: int) -> Array:
         """Round `data` in place to what it travels as. Returns that payload, in staging memory behind `after` bytes."""
         memory = self._session.memory
-        if self._session.travels_as(FLOAT32) == MXINT8:
-            payload = memory.staging(nbytes_of(data.size, MXINT8), _BYTE, after)
-            mxint8.round_to_blocks(data, payload)
+        own = self._session.travels_as(FLOAT32)
+        if own in IN_BLOCKS:
+            payload = memory.staging(nbytes_of(data.size, own), _BYTE, after)
+            (mxfp4 if own == MXFP4 else mxint8).round_to_blocks(data, payload)
             return payload
         raw = memory.staging(data.size, BFLOAT16, after)
         if data.size <= MAX_NUMPY_ROUNDED:
@@ -221,7 +243,7 @@ class Reductions:
 
 def splits_blocks(own: DType, counts: Sequence[int]) -> bool:
     """Whether chunks of `counts` elements would cut the blocks that `own` consists of. They then travel as float32."""
-    return own == MXINT8 and any(start % BLOCK for start, stop in offsets(counts) if start < stop)
+    return own in IN_BLOCKS and any(start % BLOCK for start, stop in offsets(counts) if start < stop)
 
 
 def with_overlaps(detail: int | None, overlaps: Sequence[int]) -> int | None:
