@@ -171,7 +171,7 @@ def test_the_tokenizer_is_that_of_transformers() -> None:
         assert ours.tokenizer.decode(ours.encode(text), skip_special_tokens=False) == text
     messages = [{"role": "user", "content": "Hi there"}]
     assert ours.chat(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert ours.eos_ids == {theirs.eos_token_id}
+    assert ours.eos_ids == {theirs.eos_token_id, theirs.convert_tokens_to_ids("<|endoftext|>")}
 
 
 @pytest.mark.parametrize("world_size", [nightly(2), 3])
