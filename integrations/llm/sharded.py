@@ -16,7 +16,7 @@ from hostring.integrations.llm.model.audit import StreamAudit
 from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.exact_forward import ExactForward
 from hostring.integrations.llm.model.local_model import LocalModel
-from hostring.integrations.llm.model.qwen import Decoder, Embedding, Layer
+from hostring.integrations.llm.model.qwen import Decoder, Embedding, Layer, inside
 from hostring.integrations.llm.model.shards import WHOLE, Ends, ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -97,9 +97,9 @@ def _compile(model: LocalModel, backend: str) -> None:
 
     Nothing is left to compile while a peer waits inside a reduction.
     """
-    model.reducer.hide_from_compiler()
-    for layer in model.decoder.layers:
-        layer.compile(backend=backend, dynamic=True)
+    compiled = torch.compile(inside, backend=backend, dynamic=True)
+    for layer in cast(list[Layer], model.decoder.layers):
+        layer.compiled = compiled
     group, model.reducer.comm = model.reducer.comm, _Alone()
     try:
         for lengths in ((5, 3, 1, 1), (7, 4)):  # a prompt, more of it, and single tokens; other lengths

@@ -3,6 +3,8 @@ compilable."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,11 +21,12 @@ class Eager:
     Args:
         layer: holds the modules that regions name.
         rope: tables of the new positions.
-        slot: the layer's part of the cache; None attends to the new positions alone.
+        slots: the layer's part of the cache; or of several caches, whose sequences follow each other as rows. None
+            attends to the new positions alone.
     """
 
-    def __init__(self, layer: nn.Module, rope: Rope, slot: KVSlot | None) -> None:
-        self.layer, self.rope, self.slot = layer, rope, slot
+    def __init__(self, layer: nn.Module, rope: Rope, slots: Sequence[KVSlot] | None) -> None:
+        self.layer, self.rope, self.slots = layer, rope, slots
 
     def norm(self, h: Tensor, region: Region) -> Tensor:
         """Shape (batch, seq, hidden), f32."""
@@ -51,12 +54,15 @@ class Eager:
         """Shape (batch, seq, heads * head_dim), in the dtype of the heads."""
         q = heads[:, :, : region.heads]  # (batch, seq, heads, head_dim)
         kv = heads[:, :, region.heads :]  # (batch, seq, 2 kv_heads, head_dim)
-        if self.slot is None:
+        if self.slots is None:
             k, v = kv.transpose(1, 2).chunk(2, 1)
             out = attend(q, k, v, 0)
+        elif len(self.slots) == 1:
+            out = _attend_to(self.slots[0], q, kv)
         else:
-            self.slot.write(kv)
-            out = attend(q, self.slot.keys, self.slot.values, self.slot.start)
+            lengths = [slot.fresh.shape[2] for slot in self.slots]
+            parts = zip(self.slots, q.split_with_sizes(lengths, 1), kv.split_with_sizes(lengths, 1), strict=True)
+            out = torch.cat([_attend_to(*part) for part in parts], 1)
         return out if out.dtype == heads.dtype else out.to(heads.dtype)
 
     def gate(self, gate_up: Tensor, region: GatedMlp) -> Tensor:
@@ -73,6 +79,12 @@ class Eager:
 def _by_head(heads: Tensor, region: Attention) -> Tensor:
     batch, seq = heads.shape[:2]
     return heads.view(batch, seq, region.heads + 2 * region.kv_heads, region.head_dim)
+
+
+def _attend_to(slot: KVSlot, q: Tensor, kv: Tensor) -> Tensor:
+    """Write the new keys and values of one sequence, and attend to all that it has."""
+    slot.write(kv)
+    return attend(q, slot.keys, slot.values, slot.start)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,8 @@ from hostring.integrations.llm.model.one_row import OneRow
 from hostring.integrations.llm.model.qwen import Decoder
 from hostring.integrations.llm.model.shards import WHOLE, Boundaries, Ends
 from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
+
+Stream = npt.NDArray[np.float32]
 
 
 @dataclass
@@ -58,29 +62,35 @@ class ExactForward:
         self.reducer.comm = comm
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor, cache: KVCache, stream: npt.NDArray[np.float32] | None = None) -> Tensor:
+    def step(self, tokens: Tensor, cache: KVCache, stream: Stream | None = None) -> Tensor:
         """See `Forward.step`. tokens: shape (batch, seq)."""
-        audit = self.reducer.audit
-        h: Tensor = (
-            self.decoder.embed(tokens.to(self.device))
-            if stream is None
-            else torch.from_numpy(stream)[None].to(self.device)
-        )
-        if audit is not None:
-            audit.begin(h)
         single = self.one_row if tokens.numel() == 1 else None
-        h = self.decoder.run_layers(h, cache) if single is None else single.run_layers(h, cache)
-        if audit is not None:
-            audit.end(h)
+        run_layers = self.decoder.run_layers if single is None else single.run_layers
+        h = self._watched(tokens, stream, lambda h: run_layers(h, cache))
         if not self.ends.head:
             return h[0]
         return self.decoder.logits(h[:, -1:])[:, -1] if single is None else single.logits(h)
 
-    def step_rows(self, rows: Rows, stream: npt.NDArray[np.float32] | None = None) -> Tensor:
-        """One sequence after another: torch's kernels give a row other bits beside other rows."""
-        found, start = [], 0
-        for cache, ids in rows:
-            stop = start + len(ids)
-            found.append(self.step(torch.tensor([list(ids)]), cache, None if stream is None else stream[start:stop]))
-            start = stop
-        return torch.cat(found)
+    @torch.inference_mode()
+    def step_rows(self, rows: Rows, stream: Stream | None = None) -> Tensor:
+        """See `Forward.step_rows`."""
+        tokens = torch.tensor([[token for _, ids in rows for token in ids]])
+        if len(rows) == 1:
+            return self.step(tokens, rows[0][0], stream)
+        parts = [(cache, len(ids)) for cache, ids in rows]
+        h = self._watched(tokens, stream, lambda h: self.decoder.run_sequences(h, parts))
+        if not self.ends.head:
+            return h[0]
+        last = torch.tensor([end - 1 for end in accumulate(n for _, n in parts)], device=self.device)
+        return self.decoder.logits(h[:, last])[0]
+
+    def _watched(self, tokens: Tensor, stream: Stream | None, run_layers: Callable[[Tensor], Tensor]) -> Tensor:
+        """The residual stream after the layers, from the embedding or from the stage before; the audit sees both."""
+        audit, before = self.reducer.audit, None if stream is None else torch.from_numpy(stream)[None]
+        h: Tensor = self.decoder.embed(tokens.to(self.device)) if before is None else before.to(self.device)
+        if audit is not None:
+            audit.begin(h)
+        h = run_layers(h)
+        if audit is not None:
+            audit.end(h)
+        return h

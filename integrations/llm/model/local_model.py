@@ -64,7 +64,8 @@ class Forward(Protocol):
         """
 
     def step_rows(self, rows: Rows, stream: npt.NDArray[np.float32] | None = None) -> Tensor:
-        """See `LocalModel.step_rows`, and `step` for the stream: of all rows, in the order of `rows`."""
+        """See `LocalModel.step_rows`, and `step` for the stream: of all rows, in the order of `rows`. The sequence with
+        the most tokens comes first."""
 
 
 @dataclass
@@ -143,9 +144,10 @@ class LocalModel:
     def step_rows(self, rows: Rows) -> Tensor:
         """Feed tokens of several sequences in one step, such as a chunk of one prompt and the last tokens of others.
 
-        A collective: all ranks call it with the same tokens in the same order, each with its own caches. Packed ranks
-        multiply all rows at once and reduce them together, twice per layer; exact ranks compute one sequence after
-        another, with as many reductions each. The logits of a sequence have the same bits whatever stands beside it.
+        A collective: all ranks call it with the same tokens in the same order, each with its own caches. Every rank
+        multiplies all rows at once, and they are reduced together, twice per layer. Where all ranks compute packed,
+        the logits of a sequence have the same bits whatever stands beside it. On exact ranks they may differ in the
+        last bits, since torch's kernels add in another order for another number of rows.
 
         Args:
             rows: (cache, token ids) of each sequence, every cache once, one id or more of each.
@@ -159,11 +161,13 @@ class LocalModel:
                 Nothing was computed then, on any rank, and no cache has changed.
         """
         check_rows(rows)
+        # The longest first, on all ranks: packed ranks keep their graphs by shape, wherever a chunk stood.
+        order = sorted(range(len(rows)), key=lambda n: -len(rows[n][1]))
         clock = self.reducer.clock
         clock.start()
-        logits = self.forward.step_rows(rows)
+        logits = self.forward.step_rows([rows[n] for n in order])
         clock.stop()
-        return logits
+        return logits if order == sorted(order) else logits[sorted(range(len(rows)), key=order.__getitem__)]
 
 
 def _added(whole: dict[str, Any], stage: dict[str, Any], first: int) -> dict[str, Any]:

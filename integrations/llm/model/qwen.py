@@ -11,7 +11,7 @@ what is left of a layer is few operations on short rows. Which operations those 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -137,8 +137,19 @@ class GatedMlpWeights(nn.Module):
         self.down_proj: nn.Module = Linear(region.columns, config.hidden_size, config.mlp_bias)
 
 
+def inside(region: Region, ops: Eager, h: Tensor) -> Tensor:
+    """What lies between two sums: what torch may compile. One function for all layers, so that it does so once."""
+    return region.inside(ops, h)
+
+
 class Layer(nn.Module):
-    """The weights that regions name, and the regions applied to tensors."""
+    """The weights that regions name, and the regions applied to tensors.
+
+    Attributes:
+        compiled: `inside`, compiled; None where torch was not asked to.
+    """
+
+    compiled: Callable[[Region, Eager, Tensor], Tensor] | None = None
 
     def __init__(self, config: ModelConfig, regions: Sequence[Region]) -> None:
         super().__init__()
@@ -148,10 +159,13 @@ class Layer(nn.Module):
             held = AttentionWeights if isinstance(region, Attention) else GatedMlpWeights
             self.add_module(region.side, held(config, region))  # type: ignore[arg-type]  # of its own kind
 
-    def forward(self, h: Tensor, rope: Rope, slot: KVSlot | None) -> Tensor:
-        ops = Eager(self, rope, slot)
+    def forward(self, h: Tensor, rope: Rope, slots: Sequence[KVSlot] | None) -> Tensor:
+        ops = Eager(self, rope, slots)
+        # Steps of several sequences aren't compiled: a peer would wait for the compiler at each new shape.
+        several = slots is not None and len(slots) > 1
+        between = inside if self.compiled is None or several else self.compiled
         for region in self.regions:
-            h = region.run(ops, h)
+            h = ops.add_sum(h, between(region, ops, h), region)
         return h
 
 
@@ -203,11 +217,24 @@ class Decoder(nn.Module):
     def run_layers(self, h: Tensor, cache: KVCache | None = None) -> Tensor:
         """The residual stream after all layers. h: that of the embedding, shape (batch, seq, hidden), f32."""
         seq = h.shape[1]
-        start = 0 if cache is None else cache.length
-        slots = [None] * len(self.layers) if cache is None else cache.extend(seq)
-        rope = self.rotary.at(start, seq)
-        for layer, slot in zip(self.layers, slots, strict=True):
-            h = layer(h, rope, slot)
+        rope = self.rotary.at(0 if cache is None else cache.length, seq)
+        slots = [None] * len(self.layers) if cache is None else [(slot,) for slot in cache.extend(seq)]
+        for layer, of_layer in zip(self.layers, slots, strict=True):
+            h = layer(h, rope, of_layer)
+        return h
+
+    def run_sequences(self, h: Tensor, parts: Sequence[tuple[KVCache, int]]) -> Tensor:
+        """The same for rows of several sequences.
+
+        Args:
+            h: shape (1, rows, hidden).
+            parts: (cache, rows) of each sequence, one after another.
+        """
+        cosines, sines = zip(*(self.rotary.at(cache.length, n_rows) for cache, n_rows in parts), strict=True)
+        rope = torch.cat(cosines), torch.cat(sines)
+        slots = zip(*(cache.extend(n_rows) for cache, n_rows in parts), strict=True)
+        for layer, of_layer in zip(self.layers, slots, strict=True):
+            h = layer(h, rope, of_layer)
         return h
 
     def logits(self, h: Tensor) -> Tensor:

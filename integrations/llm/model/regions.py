@@ -38,10 +38,14 @@ class Attention:
 
     def run(self, ops: Operations[X], h: X) -> X:
         """The residual stream after this region; h: before it."""
+        return ops.add_sum(h, self.inside(ops, h), self)
+
+    def inside(self, ops: Operations[X], h: X) -> X:
+        """What the last matrix multiplies. Nothing of this needs another rank."""
         heads = ops.project(ops.norm(h, self), self)
         if self.qk_norm:
             heads = ops.norm_heads(heads, self)
-        return ops.add_sum(h, ops.attend(ops.turn(heads, self), self), self)
+        return ops.attend(ops.turn(heads, self), self)
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,11 @@ class GatedMlp:
 
     def run(self, ops: Operations[X], h: X) -> X:
         """The residual stream after this region; h: before it."""
-        return ops.add_sum(h, ops.gate(ops.project(ops.norm(h, self), self), self), self)
+        return ops.add_sum(h, self.inside(ops, h), self)
+
+    def inside(self, ops: Operations[X], h: X) -> X:
+        """See `Attention.inside`."""
+        return ops.gate(ops.project(ops.norm(h, self), self), self)
 
 
 Region: TypeAlias = Attention | GatedMlp

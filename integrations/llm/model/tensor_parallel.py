@@ -53,20 +53,9 @@ class HiddenReducer:
         self.clock = Clock()
         self.row = torch.empty(1, hidden_size)
         self._row_array = self.row.numpy()
-        self._reduce_eagerly: Callable[[Tensor], Tensor] = self._reduce
 
     def __call__(self, partial: Tensor) -> Tensor:
         """Sum over ranks, in place. partial: (..., hidden), f32, contiguous."""
-        return self._reduce_eagerly(partial)
-
-    def hide_from_compiler(self) -> None:
-        """Before the decoder is compiled. Else the group's engine would be compiled too, while its peers wait for it.
-
-        This imports the compiler, which takes seconds.
-        """
-        self._reduce_eagerly = torch.compiler.disable(self._reduce)  # type: ignore[no-untyped-call]
-
-    def _reduce(self, partial: Tensor) -> Tensor:
         self.clock.stop()
         self.comm.all_reduce(partial.numpy() if partial.is_cpu else partial)
         if self.audit is not None:

@@ -109,7 +109,7 @@ class Steps:
         """Feed the ids of each sequence to its own cache.
 
         Args:
-            rows: (cache, ids) of each sequence.
+            rows: (cache, ids) of each sequence, the one with the most ids first.
             stream: of all rows, shape (rows, hidden), where this rank has no embedding.
 
         Returns:
@@ -121,19 +121,11 @@ class Steps:
         """
         for cache, ids in rows:
             check_fit(cache, len(ids))
-        # The longest first, so that a chunk beside others has the same graphs wherever it stands.
-        order = sorted(range(len(rows)), key=lambda n: -len(rows[n][1]))
-        placed = [rows[n] for n in order]
-        shape = tuple((len(ids), _n_cached(len(ids), cache.length + len(ids))) for cache, ids in placed)
-        moved = order != sorted(order)
-        by_row = _rows_in(order, [len(ids) for _, ids in rows]) if moved else None
-        before = stream if by_row is None or stream is None else stream[by_row]
-        found = self._step_of(shape).run(placed, self._sums, before)
-        for cache, ids in placed:
+        shape = tuple((len(ids), _n_cached(len(ids), cache.length + len(ids))) for cache, ids in rows)
+        found = self._step_of(shape).run(rows, self._sums, stream)
+        for cache, ids in rows:
             cache.length += len(ids)
-        if by_row is None:
-            return found
-        return found[np.argsort(order if self._decoder.head is not None else by_row)]
+        return found
 
     def _step_of(self, shape: Shape) -> _Step:
         found = self._kept.pop(shape, None)
@@ -145,12 +137,6 @@ class Steps:
             found = _Step(self._decoder, shape, joined=self._sums is None)
         self._kept[shape] = found  # the latest last
         return found
-
-
-def _rows_in(order: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.intp]:
-    """Where the rows of sequences that stand in `order` stood before."""
-    starts = np.cumsum([0, *lengths])
-    return np.concatenate([np.arange(starts[n], starts[n + 1]) for n in order])
 
 
 def _single(shape: Shape) -> bool:
