@@ -44,6 +44,25 @@ def init(
     name: Name = None,
 ) -> None:
     """Open a cluster on this machine, as its rank 0, and show the token with which the others join."""
+    open_cluster(ranks, program, module=module, host=host, port=port, minutes=minutes, name=name)
+
+
+def open_cluster(
+    ranks: int,
+    program: list[str] | None,
+    *,
+    module: bool = False,
+    host: list[str] | None = None,
+    port: int = 0,
+    minutes: float = 10.0,
+    name: str | None = None,
+    join_with: str = "",
+) -> None:
+    """Wait for the other machines, and run a program on this one.
+
+    Args:
+        join_with: the program that the others are told to run; they decide when it is empty.
+    """
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -54,7 +73,7 @@ def init(
     opened = Cluster(ranks, name=name, hosts=host or (), port=port, lifetime=minutes * 60)
     console = Console()
     try:
-        _show(str(opened.token))
+        _show(str(opened.token), join_with)
         with contextlib.ExitStack() as stack:
             if not console.is_terminal:
                 stack.callback(console.line)  # rich ends the last line of a live display on terminals only
@@ -92,12 +111,13 @@ def join(
     raise typer.Exit(_run(program, module, place.environment()))
 
 
-def _show(token: str) -> None:
+def _show(token: str, join_with: str) -> None:
     from hostring.commands.qr import Terminal, qr_code
 
     for line in qr_code(token, Terminal.standard_output()):
         typer.echo(line, color=True)  # it has colours only where they are welcome
-    typer.echo(f"\nOn each of the other machines:\n\n    hostring cluster join {token}\n")
+    line = f"-m {token} -- {join_with}" if join_with else token
+    typer.echo(f"\nOn each of the other machines:\n\n    hostring cluster join {line}\n")
 
 
 def _text(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,10 @@ Model = Annotated[
     str | None, typer.Argument(help="A GGUF file or a Hugging Face directory; the bundled model when not given.")
 ]
 Local = Annotated[int | None, typer.Option(min=1, help="How many rank processes on this machine; 2 by default.")]
+Machines = Annotated[
+    int | None,
+    typer.Option(min=2, help="Be the head of so many machines, one rank on each: prints the line that the others run."),
+]
 Host = Annotated[str, typer.Option(help="Where to listen. Other addresses than loopback need keys.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 takes a free port.")]
 Keys = Annotated[Path | None, typer.Option(help="Clients must bring one of the keys in this file, one per line.")]
@@ -34,7 +39,12 @@ AllowOrigin = Annotated[
     list[str] | None, typer.Option(help="Web pages of this origin may call it, too; may be repeated.")
 ]
 Dtypes = Annotated[str | None, typer.Option(help="What each rank computes in; one for all, or one per rank.")]
-Device = Annotated[str, typer.Option(help="What each rank computes on; one for all, or one per rank.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="What each rank computes on; one for all, or one per rank. The CPU, or for one rank alone: auto."
+    ),
+]
 Compute = Annotated[str, typer.Option(help="packed, exact or auto, as in `hostring demo`.")]
 SharePlan = Annotated[
     str,
@@ -43,6 +53,9 @@ SharePlan = Annotated[
 Topology = Annotated[str, typer.Option(help="auto, mesh, ring, star or tree.")]
 RejoinTimeout = Annotated[
     float, typer.Option(min=0.0, help="Seconds to wait for a rank that died to come back; then the server ends.")
+]
+SameBits = Annotated[
+    bool, typer.Option("--same-bits", help="Promise the bits of any number of ranks, or refuse at start.")
 ]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds for start-up and for each collective.")]
 
@@ -54,6 +67,7 @@ def add(app: typer.Typer) -> None:
 def serve(
     model: Model = None,
     local: Local = None,
+    machines: Machines = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key_file: Keys = None,
@@ -64,23 +78,61 @@ def serve(
     allow_host: AllowHost = None,
     allow_origin: AllowOrigin = None,
     dtypes: Dtypes = None,
-    device: Device = "cpu",
+    device: Device = None,
     compute: Compute = "auto",
     plan: SharePlan = "even",
     topology: Topology = "auto",
     rejoin_timeout: RejoinTimeout = 300.0,
+    same_bits: SameBits = False,
     timeout: Timeout = 120.0,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: chat, completions, streams, and a page to chat on.
 
-    Prints `listening on http://HOST:PORT` once it can answer. A rank that dies is started again.
+    Prints `listening on http://HOST:PORT` once it can answer. A rank that dies is started again. Under a launcher
+    (torchrun, mpirun, srun, `hostring launch`, `hostring cluster`) this is one rank of its group, and rank 0 listens.
     """
     options = dict(locals())
+    from hostring.group.environment import launched
+
     for package in _LLM_PACKAGES:
         need(package, "llm", "hostring serve")
     for package in _SERVE_PACKAGES:
         need(package, "serve", "hostring serve")
-    raise typer.Exit(_load("start").serve_local(_options(options)))
+    if machines is not None and local is not None:
+        raise ValueError("--machines is one rank on each of several machines, --local several on this one; give one")
+    if machines is not None:
+        _open_cluster(machines, model)
+    elif local is None and launched(os.environ) is not None:
+        _serve_member(options)
+    else:
+        options["device"] = device or "cpu"
+        raise typer.Exit(_load("start").serve_local(_options(options)))
+
+
+def _open_cluster(machines: int, model: str | None) -> None:
+    """Wait for the other machines, then be rank 0."""
+    from hostring.commands.cluster import open_cluster
+
+    own = [argument for argument in sys.argv[1:] if not argument.startswith("--machines=")]
+    if "--machines" in own:
+        at = own.index("--machines")
+        del own[at : at + 2]
+    theirs = "hostring serve" if model is None else "hostring serve MODEL"
+    open_cluster(machines, ["hostring", *own], module=True, join_with=theirs)
+
+
+def _serve_member(options: dict[str, Any]) -> None:
+    """Be one rank of the group that a launcher started."""
+    import hostring
+
+    order = "tree" if options["topology"] == "tree" else os.environ.get("HOSTRING_ORDER") or "rank"
+    with hostring.init(topology=options["topology"], order=order, timeout=options["timeout"]) as comm:
+        here = {"local": comm.world_size, "dtypes": options["dtypes"] or "float32", "device": None}
+        chosen = _options({**options, **here})
+        try:
+            _load("start").serve_member(chosen, comm, options["device"] or "auto")
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
 
 
 def _load(name: str) -> Any:
@@ -110,6 +162,7 @@ def _options(given: dict[str, Any]) -> Any:
         patience=given["rejoin_timeout"],
         compute=given["compute"],
         plan=given["plan"],
+        same_bits=given["same_bits"],
         topology=topology,
         order=order,
         timeout=given["timeout"],

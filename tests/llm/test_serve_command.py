@@ -78,3 +78,16 @@ def test_ctrl_c_ends_all_ranks(server: Running) -> None:
     for process in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_serve_together() -> None:
+    server = Running("launch", "-n", "3", "-m", "hostring", "serve", "--port", "0", "--device", "cpu")
+    try:
+        server.wait_for(lambda out, err: out.endswith("\n") or server.process.poll() is not None)
+        status, found, _ = ask(f"{url(server)}/v1/completions", {"prompt": "In the beginning", "max_tokens": 4})
+        assert (status, found["usage"]["completion_tokens"]) == (200, 4)
+        server.process.send_signal(signal.SIGINT)
+        assert server.end() == 130
+    finally:
+        server.stop()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,13 @@ from torch import Tensor
 
 from hostring import Comm
 from hostring.integrations.llm.compute import stay
+from hostring.integrations.llm.demo.planned import plan_together
 from hostring.integrations.llm.generate import Model, load_model
 from hostring.integrations.llm.model.cache import Cache
+from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.sampling import local_candidates
+from hostring.integrations.llm.request import HEAD_RANK
+from hostring.integrations.llm.same_bits import promise
 from hostring.integrations.llm.serve.options import ServeOptions
 from hostring.integrations.llm.serve.steps import FROM_PROMPT, Admission, Row, plan_width
 
@@ -53,8 +58,9 @@ class RankPart:
     """
 
     def __init__(self, options: ServeOptions, comm: Comm, device: str) -> None:
-        self._options, self._device = options, device
-        self.model: Model = self._load(comm, None)
+        self._device = find_device(device)
+        self._options = self._agreed(options, comm)
+        self.model: Model = self._load(comm)
         self._slots: dict[int, _Slot] = {}
 
     @property
@@ -67,7 +73,13 @@ class RankPart:
         forward = self.model.sharded.forward
         return "packed" if forward.compute == "packed" else str(forward.dtype).removeprefix("torch.")
 
-    def _load(self, comm: Comm, packed_ranks: Sequence[bool] | None) -> Model:
+    def _agreed(self, options: ServeOptions, comm: Comm, loaded: bool = False) -> ServeOptions:
+        """`options` with what must be the same on all ranks: the head's limits, and one plan. A collective."""
+        limits = {"streams": options.streams, "context": options.context}
+        told = json.loads(comm.broadcast_bytes(json.dumps(limits).encode(), root=HEAD_RANK))
+        return replace(options, **told, job=plan_together(options.job, comm, self._device, loaded))
+
+    def _load(self, comm: Comm) -> Model:
         job = self._options.job
         return load_model(
             job.model,
@@ -76,17 +88,20 @@ class RankPart:
             device=self._device,
             compute=job.compute,
             plan=job.split,
-            packed_ranks=packed_ranks,
+            same_bits=job.same_bits,
             max_seq=self._options.context,
         )
 
     def move_to(self, comm: Comm) -> None:
         """Go on in a rebuilt group. Every KV cache is forgotten: ranks may have stopped at different positions."""
         self._slots.clear()
+        self._options = self._agreed(self._options, comm, loaded=True)
         if (comm.rank, comm.world_size) == (self.comm.rank, self.comm.world_size):
             self.model.packed_ranks = stay(self.model.sharded, comm)
+            if self._options.job.same_bits:
+                promise(comm, "")
         else:
-            self.model = self._load(comm, None)
+            self.model = self._load(comm)
 
     def admit(self, admission: Admission) -> None:
         """A sequence takes a slot."""
