@@ -104,7 +104,7 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
     axes.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, ncols=2)
+    figure.legend(loc="outside lower center", frameon=False, ncols=3)
     figure.savefig(path, metadata={"Date": None})
 
 

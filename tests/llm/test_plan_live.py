@@ -17,7 +17,7 @@ from demo_jobs import job
 import hostring
 from hostring.integrations.llm.demo.job import BUNDLED, Job
 from hostring.integrations.llm.demo.planned import plan_together
-from hostring.integrations.llm.planning import fit, live, probe
+from hostring.integrations.llm.planning import few_layers, fit, live, probe
 from hostring.integrations.llm.planning.document import bound_of, document
 from hostring.integrations.llm.planning.fit import Need, check_fit
 from hostring.integrations.llm.planning.footprint import Way
@@ -54,6 +54,22 @@ def test_a_rank_knows_its_speed_in_both_phases_and_its_memory() -> None:
     assert spec.memory_nbytes is None or spec.memory_nbytes > 1 << 20
     assert 0 < spec.duty <= 1
     assert RankSpec.from_json(json.loads(json.dumps(spec.as_json()))) == spec
+
+
+def test_of_a_wide_model_only_a_part_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of it may be more than a rank can hold; so may the whole embedding."""
+    model = read_model_file(BUNDLED)
+    whole = probe.probe(BUNDLED, "exact", "float32", CPU, "me", 2)
+    monkeypatch.setattr(probe, "MAX_PROBED_NBYTES", int(0.9 * few_layers.layer_nbytes(model, Way())))
+    wide, narrow = probe.probed_sizes(model, Way())
+    assert wide == (2, round(0.45 * 437), round(0.45 * 2053))
+    assert narrow == (1, round(0.225 * 437), round(0.225 * 2053))
+    few = few_layers.FewLayers(BUNDLED, Way(), CPU, wide, 2)
+    assert len(few.step(1)) == len(few.step(5)) == 2 * 2 + 1
+    part = probe.probe(BUNDLED, "exact", "float32", CPU, "me", 2)
+    assert part.decode is not None
+    assert whole.decode is not None
+    assert part.decode.mlp.seconds(437) > 0
 
 
 def test_a_group_makes_one_plan_for_all(run_ranks: Ranks) -> None:

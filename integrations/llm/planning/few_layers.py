@@ -77,6 +77,7 @@ class FewLayers:
         checkpoint.config = replace(checkpoint.config, num_hidden_layers=n_layers)
         rest = tuple(total - size for total, size in zip(whole, sizes, strict=True))
         plan = ShardPlan(*(zip(sizes, rest, strict=True) if rest[0] else ((size,) for size in whole)))
+        self._split_embedding = way.compute == "exact" and rest[2] > 0 and rest[0] > 0
         exact = way.compute == "exact"
         group = plan.world_size if exact else max(2, plan.world_size)  # a packed rank that is alone has no boundaries
         watch: Any = Stopwatch(group, busy_clock(device))
@@ -84,6 +85,7 @@ class FewLayers:
         self._part, _ = build_local(
             checkpoint, watch, way.compute, device, plan=plan, max_seq=self.max_seq, hash_activations=False,
             compile=False, packed_ranks=packed_ranks, dtype=DTYPES[way.dtype],
+            replicate_embedding=not self._split_embedding,
         )  # fmt: skip
         self._watch, self._cache = watch, self._part.new_cache()
 
@@ -94,7 +96,7 @@ class FewLayers:
         tokens = torch.zeros(1, n_tokens, dtype=torch.long, device=self._part.forward.device)
         self._watch.begin()
         spans: list[float] = self._watch.end(self._part.step(tokens, self._cache))
-        return spans
+        return spans[1:] if self._split_embedding else spans
 
     def forget(self) -> None:
         """Begin with an empty cache."""

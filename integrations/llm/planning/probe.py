@@ -11,7 +11,14 @@ from time import perf_counter
 import torch
 
 from hostring.integrations.llm.packed.library import Unavailable, load
-from hostring.integrations.llm.planning.few_layers import FewLayers, Seconds, Sizes, layer_nbytes, usual_regions
+from hostring.integrations.llm.planning.few_layers import (
+    FewLayers,
+    Seconds,
+    Sizes,
+    layer_nbytes,
+    usual_regions,
+    whole_of,
+)
 from hostring.integrations.llm.planning.footprint import Way
 from hostring.integrations.llm.planning.limits import INT8_GAIN, measured_limits
 from hostring.integrations.llm.planning.memory_pool import find_pool, last_cache_nbytes
@@ -53,8 +60,8 @@ def probe(path: str | Path, compute: str, dtype: str, device: torch.device, name
     pool, offers = find_pool(device.type, device.index or 0)  # before anything is loaded
     model = read_model_file(path)
     way = Way(_way(model, compute, device), dtype, device.type)
-    whole, part = _sizes(model, way)
-    timings = [_time(path, model, way, device, sizes, n_ranks) for sizes in dict.fromkeys((whole, part))]
+    wide, narrow = probed_sizes(model, way)
+    timings = [_time(path, model, way, device, sizes, n_ranks) for sizes in dict.fromkeys((wide, narrow))]
     decode = _cost([(t.sizes, t.decode) for t in timings], timings[0].slower)
     prefill = _cost([(t.sizes, t.prefill) for t in timings], 1.0)
     stream, warm, flops = measured_limits(device, DTYPES[dtype])
@@ -92,15 +99,17 @@ def _way(model: ModelFile, compute: str, device: torch.device) -> str:
     return "packed"
 
 
-def _sizes(model: ModelFile, way: Way) -> tuple[Sizes, Sizes]:
-    """The whole model, and about a half of it: two points for a line."""
-    config = model.config
-    groups, columns = max(1, config.num_key_value_heads // 2), max(1, config.intermediate_size // 2)
+def probed_sizes(model: ModelFile, way: Way) -> tuple[Sizes, Sizes]:
+    """The whole width of the model, or as much as a probe may read, and about a half of that: two points for a line."""
+    width = min(1.0, MAX_PROBED_NBYTES / (MIN_PROBED_LAYERS * layer_nbytes(model, way)))
+    return _part(model, way, width), _part(model, way, width / 2)
+
+
+def _part(model: ModelFile, way: Way, width: float) -> Sizes:
+    groups, columns, vocab = (max(1, round(width * size)) for size in whole_of(model.config))
     if way.compute == "packed" and model.units is not None:
-        groups = _border(model.units.groups, groups)
-        columns = _border(model.units.columns, columns)
-    whole = (config.num_key_value_heads, config.intermediate_size, config.vocab_size)
-    return whole, (groups, columns, max(1, config.vocab_size // 2))
+        groups, columns = _border(model.units.groups, groups), _border(model.units.columns, columns)
+    return groups, columns, vocab
 
 
 def _border(units: Sequence[range], near: int) -> int:
