@@ -20,6 +20,7 @@ from hostring.integrations.llm.planning.budget import Budget
 from hostring.integrations.llm.planning.document import document, lines
 from hostring.integrations.llm.planning.legal import check_legal, nearest_legal
 from hostring.integrations.llm.planning.model_file import read_model_file
+from hostring.integrations.llm.planning.plan_file import read_plan
 from hostring.integrations.llm.planning.shares import DoesNotFit, need_of
 
 
@@ -95,6 +96,23 @@ def test_exact_ranks_hold_dequantised_weights_and_every_embedding_row() -> None:
 def test_more_ranks_than_groups_get_the_nearest_legal_plans(model: Path) -> None:
     with pytest.raises(ValueError, match="the nearest legal plans have 4 ranks or 3 ranks"):
         plan_for(model, 5)
+
+
+def test_more_exact_ranks_than_groups_share_kv_heads(model: Path, tmp_path: Path) -> None:
+    choice = plan_for(model, 6, compute="exact")
+    plan = choice.solution.plan
+    assert plan.kv_groups == (1,) * 6
+    assert sum(plan.heads) == 8
+    plan.check(choice.problem.model.config)
+    held = [rank["weight_bytes"] - choice.problem.footprints[0].fixed for rank in document(choice)["ranks"]]
+    assert held == [4 * plan.n_elements(choice.problem.model.config, rank) for rank in range(6)]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document(choice)), encoding="utf-8")
+    assert read_plan(path, choice.problem.model.config).plan == plan
+    with pytest.raises(ValueError, match="can't share 8 query heads"):
+        plan_for(model, 9, compute="exact")
+    with pytest.raises(DoesNotFit, match=r"rank \d \(rank \d\) would need"):
+        plan_for(model, 6, compute="exact", memory="1MB")
 
 
 def test_memory_of_three_to_one_is_met_by_an_uneven_split(model: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.pipeline.stages import StagePlan, is_stage_plan, stage_plan
 from hostring.integrations.llm.planning.model_file import read_model_file
-from hostring.integrations.llm.planning.plan_file import PlanFile
+from hostring.integrations.llm.planning.plan_file import PlanFile, as_lists
 from hostring.integrations.llm.planning.wish import BYTES, EVEN, plan_by_bytes, plan_of_file
 
 BUNDLED = Path(__file__).parents[1] / "tiny"
@@ -33,7 +33,7 @@ class Job:
         compile: for each rank, the backend of `torch.compile`, "" for none; nothing where no rank compiles.
         compute: "auto", "packed" or "exact", see `load_model`.
         plan: who holds what: "even", "bytes", "auto", a file, or stages such as "pp=2,tp=2".
-        shares: KV groups, columns and vocabulary by rank, where they are known before the ranks start.
+        shares: KV groups, columns, vocabulary and query heads by rank, where they are known before the ranks start.
         stages: layers and ranks of each stage of a pipeline; none where all ranks share every layer.
         planned: what else the plan says, as JSON.
         same_bits: promise the bits of any other number of ranks, see `load_model`.
@@ -197,7 +197,7 @@ def _planned(job: Job, plan: PlanFile | None) -> Job:
             f"{shares.world_size}, or plan again with: hostring plan model {job.model} --ranks {job.ranks}"
         )
     about = json.dumps({"left_out": plan.left_out, "predicted": plan.fields.get("predicted")})
-    return replace(job, shares=(shares.kv_groups, shares.columns, shares.vocab), planned=about)
+    return replace(job, shares=as_lists(shares), planned=about)
 
 
 def _check_prompts(prompts: Sequence[str]) -> None:

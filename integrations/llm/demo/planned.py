@@ -68,7 +68,8 @@ def measured(job: Job, comm: Comm, device: torch.device) -> Choice:
 def with_shares(job: Job, choice: Choice) -> Job:
     """`job` with the shares of a choice."""
     from hostring.integrations.llm.planning.document import document
+    from hostring.integrations.llm.planning.plan_file import as_lists
 
     told, plan = document(choice), choice.solution.plan
     about = json.dumps({"left_out": told["left_out"], "predicted": told["predicted"]})
-    return replace(job, shares=(plan.kv_groups, plan.columns, plan.vocab), planned=about)
+    return replace(job, shares=as_lists(plan), planned=about)

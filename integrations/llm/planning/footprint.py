@@ -32,6 +32,7 @@ class Footprint:
     Attributes:
         group, column, vocab_row: weights of one KV-head group, one FFN column, one row of the output head.
         fixed: what every rank holds whole. cache_group: keys and values of one KV-head group, for a whole cache.
+        group_heads: query heads of a group.
     """
 
     group: float
@@ -39,6 +40,7 @@ class Footprint:
     vocab_row: float
     fixed: int
     cache_group: int
+    group_heads: int
 
     @staticmethod
     def of(model: ModelFile, way: Way, max_seq: int | None = None) -> Footprint:
@@ -55,16 +57,24 @@ class Footprint:
             _kept(model.head, way, way.dtype) / config.vocab_size,
             4 * model.small.elements + _embedding(model, way),
             cache_nbytes(config, way, cache_positions(config, max_seq)) // n,
+            config.group_heads,
         )
 
     def weights(self, plan: ShardPlan, rank: int) -> int:
         """Bytes of weights of a rank of `plan`."""
-        units = plan.kv_groups[rank] * self.group + plan.columns[rank] * self.column
+        units = groups_worth(plan, rank, self.group_heads) * self.group + plan.columns[rank] * self.column
         return self.fixed + round(units + plan.vocab[rank] * self.vocab_row)
 
     def need(self, plan: ShardPlan, rank: int) -> int:
         """Bytes of weights and of one cache of a rank of `plan`."""
         return self.weights(plan, rank) + self.cache_group * plan.kv_groups[rank]
+
+
+def groups_worth(plan: ShardPlan, rank: int, group_heads: int) -> float:
+    """A rank's attention matrices over those of one KV-head group. Ranks that share a KV head each have a copy."""
+    if not plan.heads:
+        return plan.kv_groups[rank]
+    return (plan.heads[rank] + plan.kv_groups[rank]) / (group_heads + 1)
 
 
 def cache_positions(config: ModelConfig, max_seq: int | None = None) -> int:

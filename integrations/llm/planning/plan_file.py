@@ -42,11 +42,18 @@ class PlanFile:
 
 
 def shares_json(plan: ShardPlan) -> dict[str, Any]:
-    return {**{name: list(getattr(plan, name)) for name in _SHARES}, "sha256": plan.sha256}
+    heads = {"heads": list(plan.heads)} if plan.heads else {}
+    return {**{name: list(getattr(plan, name)) for name in _SHARES}, **heads, "sha256": plan.sha256}
+
+
+def as_lists(plan: ShardPlan) -> tuple[tuple[int, ...], ...]:
+    """The arguments of `ShardPlan`, as they travel to rank processes."""
+    return (plan.kv_groups, plan.columns, plan.vocab, plan.heads)
 
 
 def read_plan(path: str | Path, config: ModelConfig) -> PlanFile:
-    """Read what `hostring plan model --json` wrote, or an object with kv_groups, columns and vocab.
+    """Read what `hostring plan model --json` wrote, or an object with kv_groups, columns and vocab (and heads, where
+    ranks share KV heads).
 
     Raises:
         FileNotFoundError: nothing there.
@@ -65,7 +72,8 @@ def read_plan(path: str | Path, config: ModelConfig) -> PlanFile:
         raise ValueError(f"{path} is of version {found['version']}; this program reads version {VERSION}")
     shares = found.get("shares", found)
     try:
-        plan = ShardPlan(*(tuple(_whole(n) for n in shares[name]) for name in _SHARES))
+        lists = [shares[name] for name in _SHARES] + [shares.get("heads", [])]
+        plan = ShardPlan(*(tuple(map(_whole, numbers)) for numbers in lists))
     except (KeyError, TypeError) as exc:
         raise ValueError(f"{path}: expected lists of whole numbers kv_groups, columns and vocab: {exc}") from exc
     try:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.packed.plan import Units
-from hostring.integrations.llm.planning.footprint import Footprint
+from hostring.integrations.llm.planning.footprint import Footprint, groups_worth
 from hostring.integrations.llm.planning.level import Lane, level, overflow
 from hostring.integrations.llm.planning.model_file import ModelFile
 from hostring.integrations.llm.planning.ranks import Line, PhaseCost, RankSpec
@@ -109,6 +109,8 @@ def solve(problem: Problem, tie: Tie = "auto") -> Solution:
         DoesNotFit: none fits.
         ValueError: more ranks than units; names the nearest legal plans.
     """
+    if len(problem.ranks) > len(problem.group_borders) - 1 and packed_units(problem.model, problem.ranks) is None:
+        return _with_shared_heads(problem)
     best: tuple[float, Solution] | None = None
     for groups in _attention_cuts(problem):
         for way in ("regions", "lanes") if tie == "auto" else (tie,):
@@ -122,10 +124,22 @@ def solve(problem: Problem, tie: Tie = "auto") -> Solution:
     return best[1]
 
 
+def _with_shared_heads(problem: Problem) -> Solution:
+    """Even shares of more ranks than KV-head groups: each rank has some query heads, and a copy of their KV head."""
+    plan = ShardPlan.balanced(problem.model.config, len(problem.ranks))
+    needs: dict[str, int] = {}
+    for rank, spec in enumerate(problem.ranks):
+        needs[spec.pool] = needs.get(spec.pool, 0) + need_of(problem, plan, rank)
+    if any(spec.memory_nbytes is not None and needs[spec.pool] > spec.memory_nbytes for spec in problem.ranks):
+        raise DoesNotFit(_shortage(problem, plan))
+    return evaluate(problem, plan, "regions")
+
+
 def evaluate(problem: Problem, plan: ShardPlan, tie: str = "given") -> Solution:
     """What given shares cost."""
     costs = [problem.cost(rank) for rank in range(len(problem.ranks))]
-    attention = tuple(c.attention.seconds(n) for c, n in zip(costs, plan.kv_groups, strict=True))
+    per_group = problem.model.config.group_heads
+    attention = tuple(c.attention.seconds(groups_worth(plan, rank, per_group)) for rank, c in enumerate(costs))
     mlp = tuple(c.mlp.seconds(n) for c, n in zip(costs, plan.columns, strict=True))
     head = tuple(c.head.seconds(n) for c, n in zip(costs, plan.vocab, strict=True))
     n_layers = problem.model.config.num_hidden_layers
