@@ -196,14 +196,16 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Finish what was accepted, say goodbye, and close the links."""
-        self._wait_for_pending_works()
+        self.comm.close()
         if self.islands is not None:
             self.islands.close()
-        self.comm.close()
 
     def abort(self) -> None:
         """End the group on all ranks now."""
-        self.comm.abort("torch's process group was aborted")
+        reason = "torch's process group was aborted"
+        self.comm.abort(reason)
+        if self.islands is not None:
+            self.islands.abort(reason)
 
     # ------------------------------------------------------------------ identity, under both names that c10d uses
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from datetime import timedelta
 
 import numpy as np
@@ -251,3 +253,31 @@ def test_a_lost_rank_is_named_by_all(victim, inner):
 
     results = on_threads(4, step, inner=inner, island_size=2)
     assert [blamed for r, blamed in enumerate(results) if r != victim] == [(victim, victim)] * 3
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_an_aborted_group_ends_the_call_of_all(inner):
+    """Rank 3 is in a call that rank 0 never makes, on another thread."""
+
+    def step(group):
+        group.allreduce([torch.ones(100)]).wait()
+        if group.rank() == 0:
+            threading.Timer(0.3, group.abort).start()
+            time.sleep(1.0)
+            return True
+        with pytest.raises(hostring.HostringError, match="aborted"):
+            group.allreduce([torch.ones(100)]).wait()
+        return True
+
+    assert on_threads(4, step, inner=inner, island_size=2) == [True] * 4
+
+
+def test_calls_that_were_queued_are_done_before_the_group_ends():
+    def queue(group):
+        xs = [torch.full((50,), float(group.rank())) for _ in range(20)]
+        for x in xs:
+            group.allreduce([x])
+        group.shutdown()
+        return {float(v) for x in xs for v in x}
+
+    assert on_threads(4, queue, inner="gloo", island_size=2) == [{6.0}] * 4

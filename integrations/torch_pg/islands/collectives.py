@@ -62,7 +62,8 @@ class Islands:
     def all_reduce_coalesced(self, xs: Sequence[Tensor], op: str = "sum", *, timeout: Seconds = None) -> list[Tensor]:
         """One all_reduce of all. Floats of up to 32 bits are joined as float32, so their dtypes may differ."""
         tensors = list(xs)
-        if len(tensors) < 2 or not all(self._folds(x, op) for x in tensors):
+        devices = {x.device for x in tensors}
+        if len(tensors) < 2 or len(devices) > 1 or not all(self._folds(x, op) for x in tensors):
             for x in tensors:
                 self.all_reduce(x, op, timeout=timeout)
             return tensors
@@ -152,6 +153,11 @@ class Islands:
         return _tensor(self._faults.run(lambda: self._moves.all_to_all(x, counts, out, limit)))
 
     # ------------------------------------------------------------------ the group
+
+    def abort(self, reason: str) -> None:
+        """End the calls that this rank is in, inside its island and between islands."""
+        self.lanes.abort(reason)
+        self.inside.abort(reason)
 
     def close(self) -> None:
         """Close what is inside and between islands. Idempotent."""
