@@ -4,7 +4,8 @@
 Importing this needs torch; `hostring.integrations.torch_backend` does it when the first group is made.
 """
 
+from hostring.integrations.torch_pg.feedback_hook import FeedbackState, feedback_hook
 from hostring.integrations.torch_pg.new_group import create
 from hostring.integrations.torch_pg.process_group import ProcessGroup
 
-__all__ = ["ProcessGroup", "create"]
+__all__ = ["FeedbackState", "ProcessGroup", "create", "feedback_hook"]

@@ -130,3 +130,38 @@ def test_zero_redundancy_optimizer():
     ours, theirs = pool.run(2, _zero), pool.run(2, _zero, backend="gloo")
     same_everywhere(ours)
     assert ours[0][0] == pytest.approx(theirs[0][0], rel=F32_ROUNDING)
+
+
+def _with_feedback(group):
+    """Losses, parameters, and whether a state that was saved halfway goes on as the first one did."""
+    from hostring.integrations.torch_pg import FeedbackState, feedback_hook
+
+    ways = []
+    for halves in ((20,), (10, 10)):
+        net = nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.002)
+        state = FeedbackState(net.parameters())
+        net.register_comm_hook(state, feedback_hook)
+        optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
+        data = iter(batches(group.rank))
+        for steps in halves:
+            state.load_state_dict(state.state_dict())
+            for _ in range(steps):
+                x, y = next(data)
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(net(x), y)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        ways.append((losses, [p.detach().clone() for p in net.parameters()]))
+    return ways
+
+
+def test_feedback_over_a_lossy_wire():
+    exact = pool.run(2, _with_feedback)
+    lossy = pool.run(2, _with_feedback, pg_options=Options(wire="mxfp4"))
+    same_everywhere([ways[0] for ways in lossy])
+    for (one, other), (plain, _) in zip(lossy, exact, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+        assert one[0] != plain[0]
+        assert one[0][-1] == pytest.approx(plain[0][-1], rel=0.05)
