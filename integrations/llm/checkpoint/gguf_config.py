@@ -55,10 +55,7 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
     _refuse_other_files(general)
     arch = general.choice("general.architecture", GGUF_ARCHITECTURES, what="GGUF architecture")
     fields = Fields(source, values, f"{arch}.")
-    for key, neutral in _NEUTRAL.items():
-        fields.only(key, *neutral)
-    fields.only("tensor_data_layout", *_LAYOUTS)
-    _refuse_window(fields)
+    _refuse_other_values(fields)
     vocab, hidden = _shape(source, shapes, "token_embd.weight")
     q_rows, k_rows = (_shape(source, shapes, f"blk.0.attn_{n}.weight")[0] for n in "qk")
     columns = _shape(source, shapes, "blk.0.ffn_up.weight")[0]
@@ -93,8 +90,11 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
     return config
 
 
-def _refuse_window(fields: Fields) -> None:
-    """Raise a ValueError unless the window holds all positions that the model has."""
+def _refuse_other_values(fields: Fields) -> None:
+    """Options that change the result: other values than these, and a window that doesn't hold all positions."""
+    for key, neutral in _NEUTRAL.items():
+        fields.only(key, *neutral)
+    fields.only("tensor_data_layout", *_LAYOUTS)
     name = "attention.sliding_window"
     if fields.get(name) not in (None, 0) and fields.whole(name) < fields.whole("context_length", 2048):
         raise fields.wrong(name, "0, or a window of all positions (context_length): sliding windows are not supported")
