@@ -46,6 +46,7 @@ MODEL_LAYERS = (
     ("generate", "spans"),
     ("conversation", "xray"),
     ("demo",),
+    ("evidence",),
     ("serve",),
     ("",),
 )

@@ -5,7 +5,20 @@ from __future__ import annotations
 import typer
 
 from hostring.command_line import run
-from hostring.commands import certify, cluster, doctor, launch, model, plan, plan_model, serve, trace, tune, xray
+from hostring.commands import (
+    certify,
+    cluster,
+    doctor,
+    evidence,
+    launch,
+    model,
+    plan,
+    plan_model,
+    serve,
+    trace,
+    tune,
+    xray,
+)
 
 app = typer.Typer(
     help="The same bits on every rank, over plain Ethernet.",
@@ -14,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for group in (launch, certify, model, serve, cluster, trace, doctor, tune, plan, plan_model, xray):
+for group in (launch, certify, model, serve, cluster, trace, doctor, tune, plan, plan_model, xray, evidence):
     group.add(app)
 
 

@@ -87,7 +87,20 @@ def run(*argv: str, module: str = "hostring", stdin: str = "", **variables: str)
     )
 
 
-COMMANDS = ("launch", "certify", "demo", "generate", "cluster", "trace", "doctor", "tune", "plan", "xray", "model")
+COMMANDS = (
+    "launch",
+    "certify",
+    "demo",
+    "generate",
+    "cluster",
+    "trace",
+    "doctor",
+    "tune",
+    "plan",
+    "xray",
+    "evidence",
+    "model",
+)
 
 
 def shown(done: subprocess.CompletedProcess[bytes], code: int = 0) -> str:
