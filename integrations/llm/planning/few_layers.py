@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from hostring.integrations.llm.compute import build_local
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.planning.footprint import ITEM_NBYTES, Way
+from hostring.integrations.llm.planning.limits import busy_clock
 from hostring.integrations.llm.planning.model_file import ModelFile
 from hostring.integrations.llm.sharded import DTYPES
 
@@ -56,11 +57,6 @@ class Stopwatch:
         now = self._clock()
         self.spans.append(now - self._since)
         self._since = now
-
-
-def busy_clock(device: torch.device) -> Callable[[], float]:
-    """The processor's time of this process, where that says how long a rank computes: one thread, no accelerator."""
-    return process_time if device.type == "cpu" and torch.get_num_threads() == 1 else perf_counter
 
 
 class FewLayers:
