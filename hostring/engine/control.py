@@ -248,6 +248,15 @@ class Control:
         self._listen_until(lambda: peer in self._states, PROBE_SECONDS)
         return self._states.get(peer)
 
+    def silent(self) -> list[int]:
+        """The ranks that don't answer: stopped ones, and those that compute outside of any call."""
+        asked = [peer for peer, link in self._peers.items() if link.gone is None]
+        for peer in asked:
+            self._states.pop(peer, None)
+            self._peers[peer].tell({"what": "probe"})
+        self._listen_until(lambda: all(peer in self._states for peer in asked), PROBE_SECONDS)
+        return [peer for peer in asked if peer not in self._states]
+
     def timed_out(self, mine: Waiting, progress: str, seconds: float) -> HostringError:
         """The error for a deadline that passed in `mine`; or the first cause, when one comes in."""
         self.waiting = mine  # two ranks whose deadlines pass together ask each other

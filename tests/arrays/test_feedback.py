@@ -81,7 +81,9 @@ def _train(comm, feedback):
 def test_training_ends_where_float32_ends(run_ranks, wire):
     ((exact, _), *_) = run_ranks(3, lambda comm: _train(comm, None))
     results = run_ranks(3, lambda comm: _train(comm, Feedback()), wire=wire)
+    ((without, _), *_) = run_ranks(3, lambda comm: _train(comm, None), wire=wire)
     assert results[0][0] == pytest.approx(exact, rel=0.02)
+    assert abs(results[0][0] - exact) < abs(without - exact) / 5
     assert len({bits(w) for _, w in results}) == 1
 
 

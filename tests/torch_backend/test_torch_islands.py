@@ -281,3 +281,21 @@ def test_calls_that_were_queued_are_done_before_the_group_ends():
         return {float(v) for x in xs for v in x}
 
     assert on_threads(4, queue, inner="gloo", island_size=2) == [{6.0}] * 4
+
+
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("absent", [3])
+def test_a_rank_that_does_not_come_is_named_by_all(absent, inner):
+    """Ranks of other islands miss its neighbour first, which waits for it inside."""
+
+    def step(group):
+        group.allreduce([torch.ones(100)]).wait()
+        if group.rank() == absent:
+            time.sleep(2.5)
+            return None
+        with pytest.raises(hostring.OperationTimeout) as late:
+            group.allreduce([torch.ones(100)]).wait()
+        return late.value.rank
+
+    results = on_threads(4, step, inner=inner, island_size=2, seconds=1.0)
+    assert [rank for r, rank in enumerate(results) if r != absent] == [absent] * 3

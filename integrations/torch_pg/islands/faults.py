@@ -66,13 +66,21 @@ class Faults:
         if not isinstance(exc, Exception):
             self._end(HostringError(f"rank {self._comm.rank} left a call by {type(exc).__name__}", self._comm.rank))
             return exc
-        cause = None if isinstance(exc, OperationTimeout) else self._known(SETTLE_S)
+        cause = self._late(exc) if isinstance(exc, OperationTimeout) else self._known(SETTLE_S)
         if cause is None:
             cause = exc if isinstance(exc, HostringError) else HostringError(
                 f"rank {self._comm.rank}: the library inside its island failed: {exc}", self._comm.rank
             )  # fmt: skip
         self._end(cause)
         return session.known_failure() or cause
+
+    def _late(self, exc: OperationTimeout) -> HostringError:
+        """Who is late. A rank that waits inside its island looks absent to other islands, but answers here."""
+        silent = self._comm.session.control.silent()
+        known = self._comm.session.known_failure()
+        if known is not None or not silent or exc.rank in silent:
+            return known or exc
+        return OperationTimeout(f"{exc}; rank {silent[0]} was not in this call", silent[0])
 
     def _known(self, seconds: float) -> HostringError | None:
         """What the whole group's control links say within `seconds`."""
