@@ -7,6 +7,7 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,3 +179,11 @@ def test_llama_cpp_takes_part_where_it_can(monkeypatch: pytest.MonkeyPatch) -> N
     assert "GGUF" in llama_cpp.why_absent(str(BUNDLED))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert llama_cpp.why_absent("m.gguf") == "xllamacpp is not installed"
+
+
+def test_the_pack_in_the_docs_is_what_it_claims() -> None:
+    file = Path(__file__).parents[2] / "docs" / "evidence" / "smollm2" / "evidence.json"
+    pack = json.loads(file.read_text(encoding="utf-8"))
+    check(pack)
+    assert pack["valid"]
+    assert (file.parent / "index.html").read_text(encoding="utf-8") == page(pack)

@@ -192,7 +192,7 @@ def test_unlike_ranks_write_english_and_share_their_activations(world_size: int,
 def test_packed_ranks_write_the_text_of_one_whatever_their_number_and_dtype(prompt: str, run_ranks: Ranks) -> None:
     def run(comm: hostring.Comm) -> Any:
         dtype = ("float16", "bfloat16", "float32")[comm.rank]
-        model = load_model(PATH, comm, dtype=dtype, max_seq=256, hash_activations=True, compute="packed")
+        model = load_model(PATH, comm, dtype=dtype, max_seq=256, hash_activations=True, same_bits=True)
         return model.generate(prompt, max_tokens=64)
 
     alone = run(hostring.init(0, 1))
@@ -200,6 +200,7 @@ def test_packed_ranks_write_the_text_of_one_whatever_their_number_and_dtype(prom
         results = run_ranks(world_size, run, transport="tcp")
         assert all(g.tokens == alone.tokens for g in results)
         assert len({g.stats.activation_sha256 for g in results}) == 1
+        assert results[0].stats.logits_sha256 == alone.stats.logits_sha256 is not None
         assert all(g.stats.bytes_per_token == g.stats.expected_bytes_per_token for g in results)
 
 

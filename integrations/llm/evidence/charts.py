@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 LINE, LABEL, WIDTH = 26, 250, 760  # pixels of a bar, of the names beside bars, and of a chart
-_VALUE = 110  # room for the figure after a bar
+_VALUE = 150  # room for the figure after a bar
 
 
 @dataclass(frozen=True)

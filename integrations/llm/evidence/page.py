@@ -80,7 +80,7 @@ def show(cell: Cell, scale: float = 1.0, digits: int = 1) -> str:
         return f'<span class="absent" title="{escape(cell["why"])}">absent</span>'
     figure = f"{cell['value'] * scale:,.{digits}f}"
     if cell["kind"] == "predicted":
-        return f'<span class="absent">predicted {figure}</span>'
+        return f'<span class="absent" title="predicted {figure}">{figure}</span>'
     spread = cell.get("samples", [])
     title = f"samples: {', '.join(f'{s * scale:,.{digits}f}' for s in spread)}" if spread else "derived"
     return f'<span title="{escape(title)}">{figure}</span>'
