@@ -284,13 +284,12 @@ def test_calls_that_were_queued_are_done_before_the_group_ends():
 
 
 @pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize("absent", [3])
-def test_a_rank_that_does_not_come_is_named_by_all(absent, inner):
+def test_a_rank_that_does_not_come_is_named_by_all(inner):
     """Ranks of other islands miss its neighbour first, which waits for it inside."""
 
     def step(group):
         group.allreduce([torch.ones(100)]).wait()
-        if group.rank() == absent:
+        if group.rank() == 3:
             time.sleep(2.5)
             return None
         with pytest.raises(hostring.OperationTimeout) as late:
@@ -298,4 +297,4 @@ def test_a_rank_that_does_not_come_is_named_by_all(absent, inner):
         return late.value.rank
 
     results = on_threads(4, step, inner=inner, island_size=2, seconds=1.0)
-    assert [rank for r, rank in enumerate(results) if r != absent] == [absent] * 3
+    assert results == [3, 3, 3, None]
