@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Does a measured plan pay on unlike ranks? Ranks under CPU quotas, with an even split and with `--plan auto`.
+"""Does a measured plan pay on unlike ranks? Ranks under CPU quotas, with an even split and with a plan.
 
     python benchmarks/planned_quotas.py MODEL --quotas 30,70
 
-Every rank runs `hostring generate` in a cgroup of its own that may use so many percent of one core. The two plans take
+Every rank runs `hostring generate` in a cgroup of its own that may use so many percent of one core. The plans take
 turns. A lane is a rank's computing time per decoded token, stalls by its quota included. On a machine that does other
 work too, quotas of a few percent keep their ratio: `--quotas 3,7`. Needs root and a cgroup hierarchy with the cpu
 controller that it may write to; ends only the processes that it has started.
@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any
 
 PERIOD_US = 100_000
+ALL = "all"
 _ROOT = Path("/sys/fs/cgroup")
 
 
@@ -62,7 +63,7 @@ class Quota:
         self._folder.rmdir()
 
 
-def start(options: argparse.Namespace, rank: int, n_ranks: int, port: int, arguments: list[str]) -> Any:
+def start(rank: int, n_ranks: int, port: int, arguments: list[str]) -> Any:
     """One rank, until it has imported all that it needs."""
     env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(n_ranks), "LOCAL_RANK": str(rank)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
@@ -73,21 +74,17 @@ def start(options: argparse.Namespace, rank: int, n_ranks: int, port: int, argum
     return process
 
 
-def run(options: argparse.Namespace, quotas: Sequence[float], plan: str) -> dict[str, Any]:
-    """One run of all ranks. Returns the head rank's figures, or what went wrong."""
+def run_ranks(options: argparse.Namespace, quotas: Sequence[float], arguments: list[str]) -> str:
+    """Run one command on all ranks, each under its quota. Returns what went wrong; nothing when all ended well."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     with contextlib.ExitStack() as stack:
-        out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "figures.json"
-        arguments = ["generate", "--model", options.model, "--plan", plan, "--compute", options.compute]
-        arguments += ["--device", "cpu", "--temperature", "0", "--max-tokens", str(options.max_tokens)]
-        arguments += ["--prompt", "Tell a story.", "--timeout", str(options.timeout), "--json", str(out)]
         ranks = []
         for rank, percent in enumerate(quotas):
             group = Quota(str(rank))
             stack.callback(group.remove)
-            process = start(options, rank, len(quotas), port, arguments)
+            process = start(rank, len(quotas), port, arguments)
             stack.callback(process.wait)
             stack.callback(process.kill)
             group.limit(process.pid, percent)
@@ -96,8 +93,23 @@ def run(options: argparse.Namespace, quotas: Sequence[float], plan: str) -> dict
             process.stdin.write("\n")
             process.stdin.flush()
         said = [process.communicate(timeout=options.timeout)[1] for process in ranks]
-        if any(process.returncode for process in ranks):
-            return {"error": "\n".join(text.strip() for text in said)}
+        failed = any(process.returncode for process in ranks)
+    return "\n".join(text.strip() for text in said) or "a rank failed" if failed else ""
+
+
+def run(options: argparse.Namespace, quotas: Sequence[float], plan: str) -> dict[str, Any]:
+    """One run of all ranks. Returns the head rank's figures, or what went wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, file = Path(folder) / "figures.json", Path(folder) / "plan.json"
+        if plan == ALL:
+            arguments = ["plan", "model", options.model, "--ranks", "live", "--keep-all", "--json", str(file)]
+            if error := run_ranks(options, quotas, [*arguments, "--compute", options.compute]):
+                return {"error": error}
+        arguments = ["generate", "--model", options.model, "--plan", str(file) if plan == ALL else plan]
+        arguments += ["--compute", options.compute, "--device", "cpu", "--temperature", "0"]
+        arguments += ["--max-tokens", str(options.max_tokens), "--prompt", "Tell a story."]
+        if error := run_ranks(options, quotas, [*arguments, "--timeout", str(options.timeout), "--json", str(out)]):
+            return {"error": error}
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return found
 
@@ -113,12 +125,13 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--quotas", default="30,70", help="percent of one core, for each rank")
     parser.add_argument("--compute", default="auto")
+    parser.add_argument("--plans", default="even,all", help="even, auto, all: auto with no rank left out")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--timeout", type=float, default=600.0)
     options = parser.parse_args()
     quotas = [float(word) for word in options.quotas.split(",")]
-    rates: dict[str, list[float]] = {"even": [], "auto": []}
+    rates: dict[str, list[float]] = {plan: [] for plan in options.plans.split(",")}
     for _ in range(options.rounds):
         for plan, found in rates.items():
             figures = run(options, quotas, plan)
@@ -135,9 +148,10 @@ def main() -> None:
                 f"{plan}: {found[-1]:.2f} tokens/s, lanes {told} ms ({apart:.0f} % apart), {shares}, {predicted}",
                 flush=True,
             )
-    if all(rates.values()):
-        even, auto = median(rates["even"]), median(rates["auto"])
-        print(f"median: even {even:.2f}, auto {auto:.2f} tokens/s: {auto / even:.2f} times")
+    even = median(rates["even"]) if rates.get("even") else 0.0
+    for plan, found in rates.items():
+        if found and even:
+            print(f"median of {plan}: {median(found):.2f} tokens/s, {median(found) / even:.2f} times even")
 
 
 if __name__ == "__main__":
