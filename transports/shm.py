@@ -297,5 +297,4 @@ def _flat(buffer: Any) -> memoryview:
     try:
         return memoryview(buffer).cast("B")
     except (ValueError, TypeError):  # nothing in it, or numbers of a kind that only numpy knows
-        octets: Any = np.asarray(buffer).reshape(-1).view(np.uint8)
-        return memoryview(octets)
+        return memoryview(np.asarray(buffer).reshape(-1).view(np.uint8))  # type: ignore[arg-type]

@@ -272,8 +272,7 @@ class _Run:
         token, status = self.comm.decide(mine, self._choose, root=HEAD_RANK)[:, 0].tolist()
         if status == NOT_FINITE:
             raise ValueError(
-                f"a logit is not a finite number after {len(self.tokens)} tokens; check the checkpoint, or "
-                f"compute in float32"
+                f"a logit is no finite number after {len(self.tokens)} tokens; check the checkpoint, or take float32"
             )
         self.tokens.append(token)
         if self.on_token is not None:

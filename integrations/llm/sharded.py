@@ -146,11 +146,10 @@ def _fill(
     def matrix(name: str) -> Tensor:
         return _stack(checkpoint, parts[name]).to(device, dtype)
 
-    if not ends.embedding:
-        decoder.embed = nn.Identity()
-    elif replicate_embedding:
+    decoder.embed = decoder.head = nn.Identity()
+    if ends.embedding and replicate_embedding:
         decoder.embed = _embedding(need("embed.weight"))
-    else:
+    elif ends.embedding:
         mine, whole = plan.vocab_of(rank), parts["embed.weight"][0]
         rows = checkpoint.read(TensorSlice(whole.name, whole.shape, mine, whole.columns))
         decoder.embed = VocabParallelEmbedding(rows.to(device), mine.start, reducer)
@@ -167,8 +166,6 @@ def _fill(
             setattr(layer.get_submodule(region.side), region.last, row)
     if ends.head:
         decoder.head = ParallelHead(matrix("head.weight"), plan.vocab_of(rank).start, dtype)
-    else:
-        decoder.head = nn.Identity()
 
 
 def _stack(checkpoint: Checkpoint, parts: tuple[TensorSlice, ...]) -> Tensor:

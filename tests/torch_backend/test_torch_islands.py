@@ -43,8 +43,6 @@ def values(rank: int, n_elements: int) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------- which ranks, and which share
-
-
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 3), (2, 2, 1), (3, 2), (1, 4), (4, 2, 3)])
 def test_lanes_cover_the_data_once_and_ranks_share_it_evenly(sizes):
     keys = [island for island, size in enumerate(sizes) for _ in range(size)]

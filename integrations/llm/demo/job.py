@@ -142,15 +142,15 @@ def make_job(
     if ranks is not None and ranks < 1:
         raise ValueError(f"{ranks} ranks: at least one is needed")
     _check_prompts(prompts)
-    if rest.get("compute", "auto") not in COMPUTES:
-        raise ValueError(f"compute {rest['compute']!r} is not one of {', '.join(COMPUTES)}")
+    if (compute := rest.get("compute", "auto")) not in COMPUTES:
+        raise ValueError(f"compute {compute!r} is not one of {', '.join(COMPUTES)}")
     places = () if devices is None else tuple(name.strip() for name in devices.split(","))
     one_dtype = dtypes is None or "," not in dtypes
     if ranks is None and len(places) > 1 and one_dtype:
         ranks = len(places)
     wish = rest.get("plan", EVEN)
-    stages = _stages(wish, path, ranks) if is_stage_plan(wish) else None
-    plan = plan_of_file(wish, path, rest.get("compute", "auto")) if stages is None else None
+    stages = stage_plan(wish, read_model_file(path).config, ranks) if is_stage_plan(wish) else None
+    plan = plan_of_file(wish, path, compute) if stages is None else None
     if ranks is None and one_dtype and (known := stages or (plan and plan.plan)):
         ranks = known.world_size
     kinds = _dtypes(ranks, dtypes)
@@ -163,17 +163,16 @@ def make_job(
         **rest,
     )
     if stages is not None:
-        stages.check(read_model_file(path).config, job.ranks)
-        return job if len(stages.layers) == 1 else replace(job, stages=(stages.layers, stages.ranks))
+        return _staged(job, stages)
     if job.ranks > _MAX_UNCHECKED_RANKS:
-        from hostring.integrations.llm.checkpoint.weights import open_checkpoint
-
-        ShardPlan.balanced(open_checkpoint(path).config, job.ranks)
+        ShardPlan.balanced(read_model_file(path).config, job.ranks)
     return _planned(job, plan)
 
 
-def _stages(wish: str, path: Path, ranks: int | None) -> StagePlan:
-    return stage_plan(wish, read_model_file(path).config, ranks)
+def _staged(job: Job, stages: StagePlan) -> Job:
+    """`job` with stages, where there are several."""
+    stages.check(read_model_file(job.model).config, job.ranks)
+    return job if len(stages.layers) == 1 else replace(job, stages=(stages.layers, stages.ranks))
 
 
 def _existing(path: Path) -> Path:

@@ -28,6 +28,13 @@ MAX_BODY_BYTES = 8 << 20
 
 def make_app(service: Service) -> ASGIApp:
     """The ASGI application of a server."""
+    handlers = {ApiError: show, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _failed}
+    routes = [*_api_routes(service), *_state_routes(service), *page_routes()]
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), service.options, PAGE_PATHS)
+
+
+def _api_routes(service: Service) -> list[Route]:
+    """What clients of OpenAI's API ask for."""
 
     def answering(start: Callable[[dict[str, Any], Service], Awaitable[Reply]]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Any:
@@ -43,6 +50,16 @@ def make_app(service: Service) -> ASGIApp:
             raise ApiError(404, f"The model {name!r} does not exist", param="model", code="model_not_found")
         return JSONResponse(_model(service))
 
+    return [
+        Route("/v1/chat/completions", answering(chat_reply), methods=["POST"]),
+        Route("/v1/completions", answering(completion_reply), methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+    ]
+
+
+def _state_routes(service: Service) -> list[Route]:
+    """How the server and its ranks are."""
     metrics = Metrics(service)
 
     async def metrics_page(request: Request) -> Response:
@@ -58,18 +75,7 @@ def make_app(service: Service) -> ASGIApp:
         running, waiting = service.scheduler.in_flight
         return JSONResponse({"status": "ok", "running": running, "waiting": waiting})
 
-    routes = [
-        Route("/v1/chat/completions", answering(chat_reply), methods=["POST"]),
-        Route("/v1/completions", answering(completion_reply), methods=["POST"]),
-        Route("/v1/models", models),
-        Route("/v1/models/{name:path}", model),
-        Route("/health", health),
-        Route("/metrics", metrics_page),
-        Route("/cluster", cluster),
-        *page_routes(),
-    ]
-    handlers = {ApiError: show, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _failed}
-    return Guard(Starlette(routes=routes, exception_handlers=handlers), service.options, PAGE_PATHS)
+    return [Route("/health", health), Route("/metrics", metrics_page), Route("/cluster", cluster)]
 
 
 def _model(service: Service) -> dict[str, Any]:
