@@ -19,7 +19,7 @@ from hostring.integrations.llm.checkpoint.whole_model import save_hf
 from hostring.integrations.llm.generate import load_model
 from hostring.integrations.llm.model.cache import KVCache
 from hostring.integrations.llm.model.config import ModelConfig
-from hostring.integrations.llm.model.qwen import Decoder
+from hostring.integrations.llm.model.qwen import MAX_NARROW_ROWS, Decoder, linear
 from hostring.integrations.llm.sharded import DTYPES, build
 
 # Sums of some 50 products through 3 layers: a few hundred roundings of the dtype's epsilon, most of which cancel.
@@ -81,6 +81,19 @@ def test_the_bound_row_is_the_decoder(
         for token in (3, 77, 5):
             one = torch.tensor([[token]])
             assert_close(model.forward.one_row(one, ours), model.decoder(one, theirs)[:, 0], dtype)
+
+
+@pytest.mark.parametrize("n_rows", [2, MAX_NARROW_ROWS, MAX_NARROW_ROWS + 1])
+@pytest.mark.parametrize("biased", [False, True])
+def test_few_rows_in_16_bits_have_the_bits_of_each_alone(biased: bool, n_rows: int) -> None:
+    generator = torch.Generator().manual_seed(n_rows)
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((1, n_rows, 48), (40, 48), (40,)))
+    added = bias.bfloat16() if biased else None
+    together = linear(x, weight.bfloat16(), added)
+    assert_close(together.float(), x @ weight.t() + (bias if biased else 0), "bfloat16")
+    if n_rows <= MAX_NARROW_ROWS:
+        for row in range(n_rows):
+            assert torch.equal(together[:, row], linear(x[:, row : row + 1], weight.bfloat16(), added)[:, 0])
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])
