@@ -150,9 +150,7 @@ def _fill(
     if ends.embedding and replicate_embedding:
         decoder.embed = _embedding(need("embed.weight"))
     elif ends.embedding:
-        mine, whole = plan.vocab_of(rank), parts["embed.weight"][0]
-        rows = checkpoint.read(TensorSlice(whole.name, whole.shape, mine, whole.columns))
-        decoder.embed = VocabParallelEmbedding(rows.to(device), mine.start, reducer)
+        decoder.embed = _split_embedding(checkpoint, parts["embed.weight"][0], plan.vocab_of(rank), device, reducer)
     for name, parameter in list(decoder.named_parameters()):
         if name.endswith("norm.weight") and parameter.is_meta:
             owner = decoder.get_submodule(name.rpartition(".")[0])
@@ -171,6 +169,13 @@ def _fill(
 def _stack(checkpoint: Checkpoint, parts: tuple[TensorSlice, ...]) -> Tensor:
     pieces = [checkpoint.read(part) for part in parts]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _split_embedding(
+    checkpoint: Checkpoint, whole: TensorSlice, mine: range, device: torch.device, reducer: HiddenReducer
+) -> VocabParallelEmbedding:
+    rows = checkpoint.read(TensorSlice(whole.name, whole.shape, mine, whole.columns))
+    return VocabParallelEmbedding(rows.to(device), mine.start, reducer)
 
 
 def _embedding(weight: Tensor) -> Embedding:
