@@ -14,7 +14,12 @@ from hostring.command_line import need
 
 _SERVE = "hostring.integrations.llm.serve"
 _LLM_PACKAGES = ("torch", "safetensors", "tokenizers", "jinja2", "gguf")  # what the extra `llm` brings
-_SERVE_PACKAGES = ("starlette", "uvicorn")  # what the extra `serve` brings beside them
+_SERVE_PACKAGES = (
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
+    "llguidance",
+)  # what the extra `serve` brings beside them
 
 
 Model = Annotated[

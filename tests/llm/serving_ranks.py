@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -20,9 +21,11 @@ DEADLINE_S = 60.0
 
 
 @contextlib.contextmanager
-def served(dtypes: tuple[str, ...] = ("float32",) * 3, **options: Any) -> Iterator[Serving]:
-    """The bundled model behind HTTP, until the end of the block."""
-    chosen = ServeOptions(job(dtypes=dtypes), port=0, **options)
+def served(
+    dtypes: tuple[str, ...] = ("float32",) * 3, *, how: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Serving]:
+    """The bundled model behind HTTP, until the end of the block. `how`: changes of the job."""
+    chosen = ServeOptions(replace(job(dtypes=dtypes), **how or {}), port=0, **options)
     found: list[Serving] = []
     came = threading.Event()
 

@@ -30,6 +30,14 @@ def test_a_missing_package_is_one_line_with_the_command_that_brings_it(package: 
     assert done.stderr.splitlines() == [f"hostring: hostring {command[0]} needs {package}: pip install 'hostring[llm]'"]
 
 
+@pytest.mark.parametrize("package", ["uvicorn", "llguidance"])
+def test_serve_names_its_own_extra(package: str) -> None:
+    code = BLOCKED.format(package=package, argv=["hostring", "serve"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines() == [f"hostring: hostring serve needs {package}: pip install 'hostring[serve]'"]
+    assert done.returncode == 2
+
+
 def test_generate_has_a_timeout() -> None:
     """With nobody to meet, it gives up when it was told to."""
     import os
