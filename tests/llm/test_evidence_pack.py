@@ -34,10 +34,10 @@ ABOUT = {
 }
 
 
-def found(max_tokens: int = 4) -> dict[str, Any]:
+def found(max_tokens: int = 4, lengths: tuple[int, ...] = (3, 20), rounds: int = 2) -> dict[str, Any]:
     sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
     job = make_job(model=None, ranks=2, dtypes=None, prompts=(), max_tokens=max_tokens, controls=True, **sampling)
-    task = Task(job.to_json(), (3, 20), 2, "In the beginning", "")
+    task = Task(job.to_json(), lengths, rounds, "In the beginning", "")
     result = in_threads(2, lambda comm: run_rank(job, comm, task))[0]
     return json.loads(json.dumps(result))
 
@@ -148,7 +148,7 @@ def test_a_live_bypass_makes_the_pack_invalid(
     method: str, bypass: Callable[..., Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HiddenReducer, method, bypass)
-    pack = build(found(3), "not asked", ABOUT)
+    pack = build(found(3, (3,), 1), "not asked", ABOUT)
     assert not pack["valid"]
     assert any(said in fault for fault in pack["faults"]), pack["faults"]
     assert promotion(pack) == (False, "not promoted: the run is not valid")

@@ -29,6 +29,9 @@ class _Timed:
         self.reduced.append(self.since - begun)
         return x
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
 
 def measure_regions(model: Model, ids: list[int], steps: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of each region in decode steps, all layers of a step together. A collective.
@@ -37,7 +40,8 @@ def measure_regions(model: Model, ids: list[int], steps: int) -> dict[str, dict[
         by region, "compute" and "reduce", one figure per step.
     """
     sharded = model.sharded
-    cache, timed = sharded.new_cache(), _Timed(model.comm)
+    group = sharded.reducer.comm
+    cache, timed = sharded.new_cache(), _Timed(group)
     sharded.step(torch.tensor([ids]), cache)
     token = torch.tensor([[ids[-1]]])
     found: dict[str, dict[str, list[float]]] = {name: {"compute": [], "reduce": []} for name in REGIONS}
@@ -50,5 +54,5 @@ def measure_regions(model: Model, ids: list[int], steps: int) -> dict[str, dict[
                 found[name]["compute"].append(sum(timed.computed[n::2]))
                 found[name]["reduce"].append(sum(timed.reduced[n::2]))
     finally:
-        sharded.reducer.comm = model.comm
+        sharded.reducer.comm = group
     return found

@@ -46,7 +46,10 @@ class Recording:
         self.logits: list[Floats] = []
         self._brought: list[list[Floats]] = []  # of each step, what this rank brought to the sums
         reducer = model.sharded.reducer
-        reducer.comm = _Brought(reducer.comm, self._bring)
+        self._group = reducer.comm
+        if self._group is not model.comm:
+            raise ValueError("a pipeline's stages are not recorded: each holds other layers; leave --xray or pp= out")
+        reducer.comm = _Brought(self._group, self._bring)
         audit.on_stage, model.on_logits, model.hash_logits = self._stage, self._logits, True
 
     def _stage(self, kind: str, values: Tensor | None) -> None:
@@ -72,7 +75,7 @@ class Recording:
         """Watch no more."""
         audit = self._model.sharded.reducer.audit
         assert audit is not None
-        self._model.sharded.reducer.comm = self._model.comm
+        self._model.sharded.reducer.comm = self._group
         audit.on_stage, self._model.on_logits, self._model.hash_logits = None, None, self._hashed
 
     def write(self, file: Path, found: Generation, **about: Any) -> None:
@@ -125,6 +128,9 @@ class _Brought:
     def all_reduce(self, x: Any, /) -> Any:
         self._show(x)
         return self._comm.all_reduce(x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
 
 
 def weight_hashes(decoder: Any) -> dict[str, str]:
