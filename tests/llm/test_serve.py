@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import openai
 import pytest
@@ -277,3 +278,18 @@ def test_an_echo_tells_the_probabilities_of_the_prompt(client: openai.OpenAI) ->
     assert choice.logprobs.token_logprobs[-5:] == pytest.approx(written.choices[0].logprobs.token_logprobs, abs=1e-4)
     offsets = choice.logprobs.text_offset
     assert [text[a:b] for a, b in zip(offsets, [*offsets[1:], None], strict=True)] == choice.logprobs.tokens
+
+
+def test_a_stream_that_waits_shows_that_it_lives(server: Serving) -> None:
+    """Its headers, the role and then comments come while all places are taken."""
+    idle(server)
+    taken = server.scheduler.submit([TextRequest((5, 6, 7), 500, ignore_eos=True)] * 6, [lambda event: None] * 6)
+    try:
+        body = {"messages": [{"role": "user", "content": "so"}], "stream": True, "max_tokens": 2}
+        with urlopen(Request(f"{server.url}/v1/chat/completions", json.dumps(body).encode()), timeout=30) as stream:
+            assert b'"role":"assistant","content":""' in stream.readline()
+            assert [stream.readline(), stream.readline()] == [b"\n", b": keepalive\n"]
+    finally:
+        for sequence in taken:
+            server.scheduler.cancel(sequence)
+    idle(server)

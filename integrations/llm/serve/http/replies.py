@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class Reply:
         while not self.answers.complete:
             try:
                 found = await self.answers.next(KEEPALIVE_S)
-            except TimeoutError:
+            except asyncio.TimeoutError:
                 await _write(send, b": keepalive\n\n")
                 continue
             if found is GONE:
