@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -57,6 +58,7 @@ class StagedForward:
         receives = self.inner.comm.rank == 0 and not self.stage.is_first
         before = self.stages.stages[self.stage.number - 1].ranks.start if receives else None
         self.boundaries, self._width = Boundaries(width * sends, width * shares, before=before), width
+        self._close_with_this(self.inner.comm)
 
     @property
     def nbytes_held(self) -> int:
@@ -71,7 +73,13 @@ class StagedForward:
     def move_to(self, comm: Comm) -> None:
         """See `Forward`. A collective of the new group."""
         self.comm = comm
+        self._close_group()
         self.inner.move_to(stage_group(comm, self.stages))
+        self._close_with_this(self.inner.comm)
+
+    def _close_with_this(self, group: Comm) -> None:
+        self._close_group = weakref.finalize(self, group.close)
+        self._close_group.atexit = False  # the process ends all its links then
 
     def new_cache(self, batch: int, max_seq: int) -> Any:
         """See `Forward`: for the layers of this stage.
