@@ -122,6 +122,8 @@ def _build_stage(
     except ValueError as exc:
         why = str(exc) or "refused"
     refuse_together(comm, why)
+    if wishes.get("same_bits"):  # each stage has promised it by itself
+        promise(comm, "")
     checkpoint.bytes_read = layers.bytes_read
     return staged_model(part, comm, stages, checkpoint.config), _of_all_stages(comm, packed[group.rank])
 

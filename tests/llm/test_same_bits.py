@@ -20,6 +20,7 @@ from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.packed.decoder import units_of
 from hostring.integrations.llm.packed.library import Ggml, Unavailable, load
+from hostring.integrations.llm.pipeline.stages import StagePlan
 from hostring.integrations.llm.prefix import PrefixCache
 
 try:
@@ -43,7 +44,7 @@ def alone(path: Path) -> str:
     return answer(path, hostring.init(0, 1))
 
 
-def answer(path: Path, comm: hostring.Comm, plan: ShardPlan | None = None, cache: str = "fresh") -> str:
+def answer(path: Path, comm: hostring.Comm, plan: ShardPlan | StagePlan | None = None, cache: str = "fresh") -> str:
     """sha256 of the logits of a few greedy tokens; empty on other ranks than the head."""
     model = load_model(path, comm, plan=plan, max_seq=64, same_bits=True)
     if cache == "fresh":
@@ -89,6 +90,12 @@ def test_one_hash_for_every_number_of_ranks_split_and_topology(
             world_size, lambda comm, plan=plan: answer(path, comm, plan), topology=topology, order=order
         )
         assert hashes == [alone, *[""] * (world_size - 1)]
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)], ids=str)
+def test_one_hash_for_pipelines(ranks: tuple[int, int], path: Path, alone: str) -> None:
+    stages = StagePlan((1, 1), ranks)
+    assert in_threads(sum(ranks), lambda comm: answer(path, comm, stages))[0] == alone
 
 
 @pytest.mark.parametrize("cache", ["truncated", "refilled"])
@@ -152,6 +159,8 @@ def test_other_kernels_are_refused_on_every_rank(path: Path, monkeypatch: pytest
         return releases(package) if threading.current_thread().name != "rank 1" else "2026.10.1"
 
     monkeypatch.setattr(same_bits, "version", version)
+    stages = StagePlan((1, 1), (1, 1))
+    assert "rank 1 has the kernels" in refusal(2, lambda comm: load_model(path, comm, plan=stages, same_bits=True))
     said = refusal(2, lambda comm: load_model(path, comm, same_bits=True))
     assert "rank 1 has the kernels xllamacpp 2026.10.1, rank 0 has xllamacpp 2026.10" in said
 
