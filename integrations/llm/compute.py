@@ -26,7 +26,7 @@ from hostring.integrations.llm.packed.weights import unsupported
 from hostring.integrations.llm.pipeline.layers import layers_of
 from hostring.integrations.llm.pipeline.staged import (
     StagedForward,
-    agree_on_stages,
+    head_rows,
     refuse_together,
     stage_group,
     staged_model,
@@ -106,7 +106,6 @@ def _build_stage(
 ) -> tuple[LocalModel, Sequence[bool]]:
     """This rank's stage. Ranks of a stage agree among themselves; what one of them refuses is refused on every rank."""
     stages.check(checkpoint.config, comm.world_size)
-    agree_on_stages(comm, stages)
     stage, group, why = stages.of_rank(comm.rank), stage_group(comm, stages), ""
     layers = layers_of(checkpoint, stage.layers)
     try:
@@ -143,8 +142,14 @@ def stay(part: LocalModel, comm: Comm) -> Sequence[bool]:
     """
     part.move_to(comm)
     if isinstance(part.forward, StagedForward):
-        inner = part.forward.inner
-        return _of_all_stages(comm, _stay(inner)[inner.comm.rank])
+        inner, why = part.forward.inner, ""
+        try:
+            packed = _stay(inner)
+        except ValueError as exc:
+            why = str(exc)
+        refuse_together(comm, why)
+        part.plan = head_rows(inner, comm, part.forward.stages)
+        return _of_all_stages(comm, packed[inner.comm.rank])
     return _stay(part)
 
 

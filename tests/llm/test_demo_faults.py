@@ -84,15 +84,23 @@ def check_answers(result: dict[str, Any], answers: list[tuple[list[int], str]], 
     assert "error" not in result
 
 
-@pytest.mark.parametrize("dead", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("dead", "plan"),
+    [
+        (2, "even"),
+        pytest.param(1, "even", marks=pytest.mark.slow),
+        *[pytest.param(dead, "pp=3", marks=pytest.mark.slow) for dead in (1, 2)],
+    ],
+)
 def test_a_killed_rank_is_named_and_the_next_prompt_is_answered(
-    run: Callable[..., Running], answers: list[tuple[list[int], str]], tmp_path: Path, dead: int
+    run: Callable[..., Running], answers: list[tuple[list[int], str]], tmp_path: Path, dead: int, plan: str
 ) -> None:
     file = tmp_path / "out.json"
     prompts = [arg for prompt in PROMPTS for arg in ("--prompt", prompt)]
     demo = run(
-        "demo", "--ranks", "3", *GREEDY, "--no-controls", "--max-tokens", str(MANY), "--json", str(file), *prompts
-    )
+        "demo", "--ranks", "3", *GREEDY, "--no-controls", "--max-tokens", str(MANY), "--json", str(file),
+        "--plan", plan, *prompts,
+    )  # fmt: skip
     demo.wait_for(in_mid_answer)
     head, others = demo.rank(0), {rank: demo.rank(rank) for rank in (1, 2)}
     assert lose(demo, dead, signal.SIGKILL) < NOTICED

@@ -134,18 +134,18 @@ class StagedForward:
 
 
 def stage_group(comm: Comm, stages: StagePlan) -> Comm:
-    """The group of the ranks of this rank's stage. A collective."""
+    """The group of the ranks of this rank's stage. A collective.
+
+    Raises:
+        ValueError: a rank was given other stages; on every rank.
+    """
+    _agree(comm, stages)
     group = comm.split(stages.of_rank(comm.rank).number)
     assert group is not None
     return group
 
 
-def agree_on_stages(comm: Comm, stages: StagePlan) -> None:
-    """A collective.
-
-    Raises:
-        ValueError: a rank was given other stages; on every rank.
-    """
+def _agree(comm: Comm, stages: StagePlan) -> None:
     told = comm.gather_bytes(stages.sha256.encode())
     odd = [rank for rank, sha256 in enumerate(told) if sha256 != told[0]]
     if odd:
