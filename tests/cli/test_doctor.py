@@ -97,6 +97,7 @@ def test_the_command_fails_when_something_will_not_work(listener: Listener) -> N
 HOSTS = {
     "one interface": [Interface("lo", "127.0.0.1"), Interface("eth0", "192.0.2.2"), Interface("eth0", "fd00::2")],
     "loopback alone": [Interface("lo", "127.0.0.1"), Interface("lo", "::1")],
+    "one tunnel": [Interface("lo", "127.0.0.1"), Interface("tun0", "10.8.0.2")],
     "a tunnel": [Interface("lo", "127.0.0.1"), Interface("eth0", "192.0.2.2"), Interface("tun0", "10.8.0.2")],
     "two tunnels": [Interface("tun0", "10.8.0.2"), Interface("tun0", "fe80::1%tun0"), Interface("tun1", "10.9.0.2")],
     "names that begin alike": [Interface("en", "192.0.2.2"), Interface("en0", "192.0.2.3")],
