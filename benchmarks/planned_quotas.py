@@ -68,7 +68,9 @@ def start(rank: int, n_ranks: int, port: int, arguments: list[str]) -> Any:
     env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(n_ranks), "LOCAL_RANK": str(rank)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-c", _STARTED, *arguments], env=env, text=True, **pipes)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STARTED, *arguments], env=env, text=True, encoding="utf-8", **pipes
+    )
     assert process.stdout is not None
     process.stdout.readline()
     return process

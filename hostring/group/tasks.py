@@ -1,7 +1,7 @@
 """Coroutines that wait for sockets, run in the calling thread.
 
-Not asyncio's: that takes 50 ms of CPU to import, which every rank would pay at its first group, and it can't run inside
-the event loop of a caller, so that it would need a thread of its own for every start.
+Not asyncio's: that takes some 30 ms of CPU to import, which every rank would pay at its first group, and it can't run
+inside the event loop of a caller, so that it would need a thread of its own for every start.
 """
 
 from __future__ import annotations

@@ -156,9 +156,9 @@ def test_other_addresses_need_keys(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--api-key-file"):
         options(host="0.0.0.0")
     file = tmp_path / "keys"
-    file.write_text("# ours\n\nsesame\n")
+    file.write_text("# ours\n\nsesame\n", encoding="utf-8")
     assert options(host="0.0.0.0", api_keys=read_keys(file)).api_keys == ("sesame",)
-    file.write_text("# none\n")
+    file.write_text("# none\n", encoding="utf-8")
     with pytest.raises(ValueError, match="holds no key"):
         read_keys(file)
     with pytest.raises(FileNotFoundError, match="one key per line"):

@@ -87,7 +87,7 @@ class Energy:
 
 def _joules() -> float | None:
     try:
-        found = [int((zone / "energy_uj").read_text()) for zone in _RAPL.glob("intel-rapl:?")]
+        found = [int((zone / "energy_uj").read_text(encoding="ascii")) for zone in _RAPL.glob("intel-rapl:?")]
     except (OSError, ValueError):
         return None
     return 1e-6 * sum(found) if found else None

@@ -30,7 +30,12 @@ def measure(
     """Rates of llama.cpp by prompt: "length", "decode" and "prefill", with a sample per round."""
     asked = {"model": model, "prompts": prompts, "tokens": n_tokens, "rounds": rounds, "threads": threads}
     done = subprocess.run(
-        [sys.executable, "-m", PROGRAM], input=json.dumps(asked), capture_output=True, text=True, timeout=MAX_S
+        [sys.executable, "-m", PROGRAM],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=MAX_S,
     )
     if done.returncode:
         raise RuntimeError(f"llama.cpp ended with exit code {done.returncode}: {done.stderr[-400:]}")
