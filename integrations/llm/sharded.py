@@ -76,7 +76,7 @@ def build(
         decoder = Decoder(plan.local_config(config, comm.rank), max_seq)
     _fill(decoder, checkpoint, plan, comm.rank, dtype, device, reducer, replicate_embedding, ends)
     decoder.to(device)  # the tables and constants that are in no checkpoint
-    n_reductions = 2 * config.num_hidden_layers + (0 if replicate_embedding else 1)
+    n_reductions = 2 * config.num_hidden_layers + (ends.embedding and not replicate_embedding)
     reduced = [config.hidden_size] * n_reductions
     forward = ExactForward(decoder.eval(), reducer, dtype, device, reduced, bool(compile), ends)
     model = LocalModel(forward, config, plan, comm, reducer, max_seq)

@@ -32,9 +32,9 @@ BOUNDARY_NBYTES = 4 * CONFIG.hidden_size + 64  # the stream of one row, and the 
 RunRanks = Callable[..., list[Any]]
 
 
-def generated(plan: StagePlan, dtypes: tuple[str, ...], comm: hostring.Comm) -> Any:
+def generated(plan: StagePlan, dtypes: tuple[str, ...], comm: hostring.Comm, **options: Any) -> Any:
     dtype = dtypes[comm.rank % len(dtypes)]
-    model = load_model(BUNDLED, comm, plan=plan, dtype=dtype, hash_activations=True)
+    model = load_model(BUNDLED, comm, plan=plan, dtype=dtype, hash_activations=True, **options)
     found = model.generate(PROMPT if comm.rank == 0 else None, Sampling(), max_tokens=TOKENS)
     return found, model.sharded.forward.nbytes_held
 
@@ -75,6 +75,29 @@ def test_stages_in_unlike_dtypes_agree_on_the_text(alone: dict[str, list[int]], 
     assert [found.tokens for found, _ in results] == [alone["bfloat16"]] * 3
     mixed = run_ranks(3, partial(generated, plan, ("float32", "bfloat16", "float16")))
     assert len({tuple(found.tokens) for found, _ in mixed}) == 1
+
+
+def test_a_split_embedding_is_added_up_in_the_first_stage_alone(
+    alone: dict[str, list[int]], run_ranks: RunRanks
+) -> None:
+    plan = stage_plan("pp=2,tp=2", CONFIG, 4)
+    for found, _ in run_ranks(4, partial(generated, plan, ("float32",), replicate_embedding=False)):
+        stats = found.stats
+        assert found.tokens == alone["float32"]
+        assert stats.collectives_per_token == stats.expected_collectives_per_token == 6  # in the second, the stream
+        assert stats.bytes_per_token == stats.expected_bytes_per_token
+
+
+def test_ranks_of_a_stage_may_share_kv_heads(alone: dict[str, list[int]], run_ranks: RunRanks) -> None:
+    """Each of 2 stages has 6 ranks for 5 KV heads."""
+
+    def body(comm: hostring.Comm) -> Any:
+        model = load_model(BUNDLED, comm, plan=stage_plan("pp=2,tp=6", CONFIG, 12))
+        return model.generate(PROMPT, max_tokens=6).tokens, model.sharded.plan
+
+    for tokens, plan in run_ranks(12, body):
+        assert tokens == alone["float32"][:6]
+        assert sum(plan.heads) == 2 * CONFIG.num_attention_heads
 
 
 def test_a_stage_holds_its_layers_and_its_end_of_the_decoder_alone(run_ranks: RunRanks) -> None:

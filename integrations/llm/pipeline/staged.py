@@ -178,13 +178,9 @@ def head_rows(inner: LocalModel, comm: Comm, stages: StagePlan) -> ShardPlan:
     """Who holds which rows of the vocabulary: the last stage's ranks. Groups and columns are those of each stage. A
     collective."""
     stage = stages.of_rank(comm.rank)
-    mine = np.array([*_shares(inner.plan, comm.rank - stage.ranks.start)], np.int64)
-    if not stage.is_last:
-        mine[2] = 0
-    everyone = comm.all_gather(mine).reshape(-1, 3)
-    kv_groups, columns, vocab = (tuple(int(n) for n in column) for column in everyone.T)
-    return ShardPlan(kv_groups, columns, vocab)
-
-
-def _shares(plan: ShardPlan, rank: int) -> tuple[int, int, int]:
-    return plan.kv_groups[rank], plan.columns[rank], plan.vocab[rank]
+    plan, rank = inner.plan, inner.comm.rank
+    heads = len(plan.attention_of(inner.config, rank)[0])
+    mine = [plan.kv_groups[rank], plan.columns[rank], plan.vocab[rank] if stage.is_last else 0, heads, bool(plan.heads)]
+    everyone = comm.all_gather(np.array(mine, np.int64)).reshape(-1, len(mine))
+    kv_groups, columns, vocab, all_heads, shared = (tuple(int(n) for n in column) for column in everyone.T)
+    return ShardPlan(kv_groups, columns, vocab, all_heads if any(shared) else ())

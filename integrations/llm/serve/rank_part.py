@@ -157,7 +157,8 @@ class RankPart:
 
     def report(self) -> dict[str, Any]:
         """What this rank is, and what it has done so far: counters only ever grow."""
-        part, counters = self.model.sharded, self.comm.counters.snapshot()
+        part = self.model.sharded
+        counters = part.counts()
         rank, plan = self.comm.rank, part.plan
         device = str(part.forward.device)
         who = {"rank": rank, "device": device, "dtype": self.computes_in, "host": platform.node()}
