@@ -21,6 +21,7 @@ from hostring.integrations.llm.evidence.cells import absent, measured, ratio
 from hostring.integrations.llm.evidence.pack import build, check, promotion
 from hostring.integrations.llm.evidence.page import page
 from hostring.integrations.llm.evidence.rank import Task, run_rank
+from hostring.integrations.llm.evidence.run import evidence
 from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
 
 ABOUT = {
@@ -187,3 +188,20 @@ def test_the_pack_in_the_docs_is_what_it_claims() -> None:
     check(pack)
     assert pack["valid"]
     assert (file.parent / "index.html").read_text(encoding="utf-8") == page(pack)
+
+
+@pytest.mark.parametrize(
+    ("plan", "lengths", "error"),
+    [
+        ("pp=2", (8,), "evidence of a pipeline (--plan pp=2) is not built"),
+        ("even", (8, 512), "a prompt of 512 tokens and 16 more don't fit the 512 positions of this model"),
+    ],
+)
+def test_what_can_not_be_measured_is_refused_before_ranks_start(
+    plan: str, lengths: tuple[int, ...], error: str, tmp_path: Path
+) -> None:
+    sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
+    job = make_job(model=None, ranks=2, dtypes=None, prompts=(), max_tokens=4, controls=True, plan=plan, **sampling)
+    with pytest.raises(ValueError, match=re.escape(error)):
+        evidence(job, tmp_path / "out", lengths, 1, "hostring evidence", print)
+    assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ from hostring.integrations.llm.request import HEAD_RANK
 
 PROGRAM = "hostring.integrations.llm.evidence.rank"
 TOLD = "_EVIDENCE_TASK"  # the environment variable with a `Task`
-_REGION_STEPS = 16
+REGION_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def run_rank(job: Job, comm: Comm, task: Task, device: str = "cpu") -> dict[str,
             reports = model.reports(found)
             runs.append({"length": len(ids), "tokens": found.tokens, "stats": found.stats.as_dict(), "ranks": reports})
             last = found, reports
-    regions = gather(comm, measure_regions(model.model(comm, job.dtypes), prompts[-1], _REGION_STEPS))
+    regions = gather(comm, measure_regions(model.model(comm, job.dtypes), prompts[-1], REGION_STEPS))
     shares = shares_json(model.plan)
     controls = Controls()
     controls.run(model, prompts[-1])

@@ -15,9 +15,11 @@ from hostring.integrations.llm.evidence import about, llama_cpp
 from hostring.integrations.llm.evidence.cells import absent
 from hostring.integrations.llm.evidence.pack import build
 from hostring.integrations.llm.evidence.page import page
-from hostring.integrations.llm.evidence.rank import PROGRAM, TOLD, Task
+from hostring.integrations.llm.evidence.rank import PROGRAM, REGION_STEPS, TOLD, Task
+from hostring.integrations.llm.planning.model_file import read_model_file
 from hostring.launch.ranks import launch
 
+MAX_DEFAULT_SEQ = 4096  # positions of a cache, as `load_model` makes it
 TEXT = "Tell me about the sea, the ships that sail on it and the fish that live in it."
 
 
@@ -27,8 +29,10 @@ def evidence(
     """Measure `job`, and write evidence.json and index.html into `out`.
 
     Raises:
+        ValueError: the prompts don't fit the model, or the ranks are to be a pipeline; no rank was started.
         HostringError: a rank failed; what it said is on stderr.
     """
+    _check(job, lengths)
     job = replace(job, devices=job.devices or ("cpu",) * job.ranks)
     out.mkdir(parents=True, exist_ok=True)
     energy, host = about.Energy(), about.of_host()
@@ -57,6 +61,21 @@ def evidence(
     (out / "evidence.json").write_text(json.dumps(pack, indent=1) + "\n", encoding="utf-8")
     (out / "index.html").write_text(page(pack), encoding="utf-8")
     return pack
+
+
+def _check(job: Job, lengths: Sequence[int]) -> None:
+    if job.stages:
+        raise ValueError(
+            f"evidence of a pipeline (--plan {job.plan}) is not built; run hostring demo --plan {job.plan}, which "
+            "checks its counts and hashes"
+        )
+    room = min(read_model_file(job.model).config.max_position_embeddings, MAX_DEFAULT_SEQ)
+    more = max(job.max_tokens, REGION_STEPS)
+    if max(lengths) + more > room:
+        raise ValueError(
+            f"a prompt of {max(lengths)} tokens and {more} more don't fit the {room} positions of this model; give "
+            f"--lengths of at most {room - more}"
+        )
 
 
 def _ranks(job: Job, lengths: Sequence[int], rounds: int) -> dict[str, Any]:
