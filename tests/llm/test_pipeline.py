@@ -166,6 +166,19 @@ def test_a_lost_stage_is_named(run_ranks: RunRanks) -> None:
         assert rank == 1 or "rank 1" in error
 
 
+def test_a_step_that_does_not_fit_is_refused_on_every_stage(run_ranks: RunRanks) -> None:
+    """At once, and the next step that fits is done."""
+
+    def body(comm: hostring.Comm) -> list[int]:
+        part = load_model(BUNDLED, comm, plan=stage_plan("pp=3", CONFIG, 3), max_seq=4).sharded
+        cache = part.new_cache()
+        with pytest.raises(ValueError, match="KV cache holds 4 positions"):
+            part.step(torch.tensor([[1, 2, 3, 4, 5]]), cache)
+        return list(part.step(torch.tensor([[1, 2, 3]]), cache).shape)
+
+    assert run_ranks(3, body, timeout=10.0) == [[1, 0], [1, 0], [1, CONFIG.vocab_size]]
+
+
 def test_other_stages_on_another_rank_are_refused_on_all(run_ranks: RunRanks) -> None:
     def body(comm: hostring.Comm) -> str:
         with pytest.raises(ValueError, match="rank 1 has other pipeline stages than rank 0"):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hostring import Comm
+from hostring.integrations.llm.model.cache import check_fit
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.local_model import LocalModel, Rows
 from hostring.integrations.llm.model.shards import WHOLE, Boundaries, Ends, ShardPlan
@@ -93,6 +94,7 @@ class StagedForward:
 
     def step(self, tokens: Tensor, cache: Any, stream: Stream | None = None) -> Tensor:
         """See `LocalModel.step`. Ranks that are not of the last stage have no rows of the vocabulary."""
+        check_fit(cache, tokens.numel())  # before a stage waits for a stream that no rank will send
         received = self._receive(tokens.numel())
         return self._pass_on(self.inner.forward.step(tokens, cache, received), 1)
 
