@@ -26,7 +26,7 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    def response(self) -> JSONResponse:
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"

@@ -30,7 +30,7 @@ class BodyFields:
 
     def wrong(self, name: str, wanted: str) -> ApiError:
         found, full = self._values.get(name), f"{self._within}{name}"
-        shown = repr(found) if isinstance(found, bool | int | float) or found == "" else f"a {_kind(found)}"
+        shown = repr(found) if isinstance(found, bool | int | float) or found in ("", [], {}) else f"a {_kind(found)}"
         return invalid(full, f"{full!r} is {shown}; expected {wanted}", "invalid_type")
 
     def number(self, name: str, default: float, low: float, high: float) -> float:

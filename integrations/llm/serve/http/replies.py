@@ -69,7 +69,7 @@ class Reply:
                 return JSONResponse({}, 499)  # nobody reads it
             index, event = found
             if isinstance(event, Broken):
-                return ApiError(503 if event.fault else 400, event.message).response()  # type: ignore[return-value]
+                return ApiError(503 if event.fault else 400, event.message).response()
             self.usage.note(index, event)
             self.form.chunks(index, event)
         return JSONResponse({**self.form.whole(), "usage": self.usage.as_dict()})
