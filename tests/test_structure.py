@@ -26,7 +26,7 @@ LAYERS = (
     ("comm",),
     ("rendezvous", "late_comm"),
     ("",),  # hostring/__init__.py
-    ("bench", "integrations"),
+    ("bench", "integrations", "training"),
     ("commands",),
     ("__main__",),
 )
