@@ -43,6 +43,8 @@ MODEL_LAYERS = (
     ("compute",),
     ("planning",),
     ("prefix", "regroup"),
+    ("speculation",),
+    ("generation",),
     ("generate", "spans"),
     ("conversation", "xray"),
     ("demo",),

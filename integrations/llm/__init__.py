@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hostring.integrations.llm.conversation import Conversation
-    from hostring.integrations.llm.generate import Generation, Model, load_model
+    from hostring.integrations.llm.generate import Model, load_model
+    from hostring.integrations.llm.generation import Generation
     from hostring.integrations.llm.model.config import ModelConfig
     from hostring.integrations.llm.model.local_model import LocalModel
     from hostring.integrations.llm.model.sampling import Sampling

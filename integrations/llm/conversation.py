@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hostring.integrations.llm.generate import Generation, Model
+from hostring.integrations.llm.generate import Model
+from hostring.integrations.llm.generation import Generation
 from hostring.integrations.llm.model.sampling import Sampling
 from hostring.integrations.llm.prefix import PrefixCache
 

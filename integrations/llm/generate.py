@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,39 +16,20 @@ from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
 from hostring.integrations.llm.checkpoint.tokenizer import load_tokenizer
 from hostring.integrations.llm.checkpoint.weights import open_checkpoint
 from hostring.integrations.llm.compute import build_local
+from hostring.integrations.llm.generation import Generation, Parts, Run
 from hostring.integrations.llm.model.cache import Cache
 from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.local_model import LocalModel
-from hostring.integrations.llm.model.sampling import (
-    GO_ON,
-    NOT_FINITE,
-    STOP_EOS,
-    STOP_LENGTH,
-    Sampler,
-    Sampling,
-    local_candidates,
-)
+from hostring.integrations.llm.model.sampling import Sampling
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.pipeline.stages import StagePlan
 from hostring.integrations.llm.prefix import PrefixCache
-from hostring.integrations.llm.request import HEAD_RANK, Request, check_fit, share_request
+from hostring.integrations.llm.request import Request, check_fit, share_request
 from hostring.integrations.llm.same_bits import LogitsHash, OnLogits
 from hostring.integrations.llm.sharded import DTYPES
-from hostring.integrations.llm.stats import Stats, Traffic, decode_measured, prefill_measured
-
-_PREFILL_CHUNK = 512  # positions in one forward pass; bounds the memory of activations and the scratch of the reduction
+from hostring.integrations.llm.speculation.speculator import Speculation, Speculator, load_speculator
 
 Prompt = str | Sequence[int] | Callable[[], str | Sequence[int]] | None
-
-
-@dataclass
-class Generation:
-    """Ids and text of the answer, on every rank alike. `stop_reason` is "eos" or "length"."""
-
-    tokens: list[int]
-    text: str
-    stop_reason: str
-    stats: Stats
 
 
 @dataclass
@@ -62,6 +41,7 @@ class Model:
         bytes_read: of tensor data, to load it. load_s: seconds that took, without the tokenizer.
         hash_logits: gather the logits of every step and hash them, see `Stats.logits_sha256`. on_logits: sees them
             then.
+        speculator: guesses tokens, on the head rank, after `speculate`.
     """
 
     sharded: LocalModel
@@ -71,6 +51,7 @@ class Model:
     load_s: float = 0.0
     hash_logits: bool = False
     on_logits: OnLogits | None = None
+    speculator: Speculator | None = None
 
     @property
     def comm(self) -> Comm:
@@ -83,6 +64,16 @@ class Model:
         known, mine = self.tokenizer.known_ids(), self.sharded.plan.vocab_of(self.comm.rank)
         rows = [row for row, i in enumerate(mine) if i not in known]
         return torch.tensor(rows, device=self.sharded.forward.device) if rows else None
+
+    def speculate(self, wish: Speculation) -> None:
+        """Guess tokens from now on, and check them in steps of several rows. A collective; the head rank's wish counts.
+
+        Raises:
+            ValueError: the draft model can't be used; on every rank.
+        """
+        part = self.sharded
+        clock = part.reducer.clock
+        self.speculator = load_speculator(wish, self.comm, self.tokenizer, part.max_seq, lambda: clock.seconds)
 
     def prompt_ids(self, text: str) -> list[int]:
         """Ids for a user's message: through the chat template where the checkpoint has one."""
@@ -129,7 +120,9 @@ class Model:
         else:
             ids, cache = list(request.ids), self.sharded.new_cache() if cache is None else cache
             check_fit(len(ids), cache.max_seq, cache.length)
-        found = _Run(self, request, ids, cache, on_text, on_token, started).generation()
+        logits = LogitsHash(self.comm, self.sharded.plan, self.on_logits) if self.hash_logits else None
+        parts = Parts(self.sharded, self.tokenizer, self.rows_without_token, logits, self.speculator)
+        found = Run(parts, request, ids, cache, on_text, on_token, started).generation()
         if prefix is not None:
             prefix.ids = [*request.ids, *found.tokens[:-1]]
         return found
@@ -139,7 +132,8 @@ class Model:
         if callable(prompt):
             prompt = prompt()
         ids = self.prompt_ids(prompt) if isinstance(prompt, str) else () if prompt is None else prompt
-        return Request.checked(ids, sampling, max_tokens, self.sharded.config.vocab_size)
+        guesses = 0 if self.speculator is None else self.speculator.most
+        return Request.checked(ids, sampling, max_tokens, self.sharded.config.vocab_size, guesses)
 
 
 def load_model(
@@ -198,103 +192,3 @@ def load_model(
     )
     load_s = perf_counter() - begun
     return Model(sharded, load_tokenizer(path), packed, checkpoint.bytes_read, load_s, same_bits)
-
-
-class _Run:
-    """The state of one generation on one rank."""
-
-    def __init__(
-        self,
-        model: Model,
-        request: Request,
-        ids: list[int],
-        cache: Cache,
-        on_text: Callable[[str], None] | None,
-        on_token: Callable[[int], None] | None,
-        started: float,
-    ) -> None:
-        self.model, self.request, self.ids, self.cache, self.started = model, request, ids, cache, started
-        self.sharded, self.comm = model.sharded, model.comm
-        self.on_text = on_text if self.comm.rank == HEAD_RANK else None
-        self.on_token = on_token
-        self.sampler = Sampler(request.sampling)
-        self.n_candidates = request.sampling.candidates(max(self.sharded.plan.vocab))
-        self.limit = min(request.max_tokens, cache.max_seq - cache.length - len(ids) + 1)
-        self.stream = model.tokenizer.stream()
-        self.tokens: list[int] = []
-        self.logits = LogitsHash(self.comm, self.sharded.plan, model.on_logits) if model.hash_logits else None
-
-    def generation(self) -> Generation:
-        audit = self.sharded.reducer.audit
-        stats = self._expected()
-        if audit is not None:
-            audit.restart()
-        with prefill_measured(stats, self.sharded.counts, self.started):
-            status = self._decide(self._prefill())
-        with decode_measured(stats, self.sharded.counts, self.sharded.reducer.clock):
-            token = torch.zeros(1, 1, dtype=torch.long, device=self.sharded.forward.device)
-            while status == GO_ON:
-                token.fill_(self.tokens[-1])
-                status = self._decide(self.sharded.step(token, self.cache))
-            stats.generated_tokens = len(self.tokens)
-        if self.on_text is not None and (rest := self.stream.finish()):
-            self.on_text(rest)
-        if audit is not None:
-            stats.activation_sha256, stats.wrong_steps = audit.sha256, audit.wrong_steps
-        stats.logits_sha256 = None if self.logits is None else self.logits.sha256
-        reason = "eos" if status == STOP_EOS else "length"
-        return Generation(self.tokens, self.model.tokenizer.decode(self.tokens), reason, stats)
-
-    def _chunks(self) -> list[int]:
-        """Positions of each forward pass over the prompt."""
-        whole, rest = divmod(len(self.ids), _PREFILL_CHUNK)
-        return [_PREFILL_CHUNK] * whole + [rest] * (rest > 0)
-
-    def _expected(self) -> Stats:
-        gathered = 0 if self.logits is None else self.logits.gathered_elements
-        forward, reducing = self.sharded.forward, self.sharded.reducing
-        elements, boundaries = forward.reduced_elements, forward.boundaries
-        traffic = Traffic(self.comm, reducing, elements, boundaries, 2 * self.n_candidates, HEAD_RANK, gathered)
-        return traffic.stats(len(self.request.ids), self._chunks())
-
-    def _prefill(self) -> Tensor:
-        ids = torch.tensor([self.ids], device=self.sharded.forward.device)  # (1, prompt)
-        for chunk in torch.split(ids, _PREFILL_CHUNK, 1):
-            logits = self.sharded.step(chunk, self.cache)
-        return logits
-
-    def _decide(self, logits: Tensor) -> int:
-        """One collective: candidates in, token and status out. logits: (1, local vocabulary)."""
-        if self.logits is not None:
-            self.logits.add(logits)
-        first = self.sharded.plan.vocab_of(self.comm.rank).start
-        mine = local_candidates(self._known(logits[0]), self.n_candidates, first)
-        token, status = self.comm.decide(mine, self._choose, root=HEAD_RANK)[:, 0].tolist()
-        if status == NOT_FINITE:
-            raise ValueError(
-                f"a logit is no finite number after {len(self.tokens)} tokens; check the checkpoint, or take float32"
-            )
-        self.tokens.append(token)
-        if self.on_token is not None:
-            self.on_token(token)
-        if self.on_text is not None and (piece := self.stream.push(token)):
-            self.on_text(piece)
-        return int(status)
-
-    def _known(self, logits: Tensor) -> Tensor:
-        """The logits, where rows without a token can't win."""
-        unknown = self.model.rows_without_token
-        return logits if unknown is None else logits.index_fill(0, unknown, -torch.inf)
-
-    def _choose(self, stacked: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Runs on the head rank only."""
-        answer = np.zeros(stacked.shape[1:], np.int32)
-        token = self.sampler.choose(stacked)
-        if token is None:
-            answer[1, 0] = NOT_FINITE
-        else:
-            answer[0, 0] = token
-            answer[1, 0] = STOP_EOS if token in self.model.tokenizer.eos_ids else GO_ON
-            if answer[1, 0] == GO_ON and len(self.tokens) + 1 >= self.limit:
-                answer[1, 0] = STOP_LENGTH
-        return answer

@@ -16,14 +16,16 @@ HEAD_RANK = 0
 
 @dataclass(frozen=True)
 class Request:
-    """One generation: ids of the prompt, how to choose, and how many tokens at most."""
+    """One generation: ids of the prompt, how to choose, how many tokens at most, and how many may be guessed for one
+    step."""
 
     ids: tuple[int, ...]
     sampling: Sampling
     max_tokens: int
+    guesses: int = 0
 
     @staticmethod
-    def checked(ids: Sequence[int], sampling: Sampling, max_tokens: int, vocab_size: int) -> Request:
+    def checked(ids: Sequence[int], sampling: Sampling, max_tokens: int, vocab_size: int, guesses: int = 0) -> Request:
         """A request that the model can answer, but for its length.
 
         Raises:
@@ -48,14 +50,14 @@ class Request:
                 )
         if max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}; ask for at least 1")
-        return Request(whole, sampling, max_tokens)
+        return Request(whole, sampling, max_tokens, guesses)
 
     def to_json(self) -> dict[str, Any]:
-        return {"ids": self.ids, "sampling": asdict(self.sampling), "max_tokens": self.max_tokens}
+        return asdict(self)
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Request:
-        return Request(tuple(fields["ids"]), Sampling(**fields["sampling"]), fields["max_tokens"])
+        return Request(**{**fields, "ids": tuple(fields["ids"]), "sampling": Sampling(**fields["sampling"])})
 
 
 def share_request(comm: Comm, make: Callable[[], Request]) -> Request:

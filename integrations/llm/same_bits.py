@@ -85,20 +85,26 @@ class LogitsHash:
     Its cost is one gather of the vocabulary per step, 4 bytes each, and the hash of it.
 
     Attributes:
-        gathered_elements: what each rank brings to the gather of one step.
+        gathered_elements: what each rank brings to the gather for each row of a step.
     """
 
     def __init__(self, comm: Comm, plan: ShardPlan, on_logits: OnLogits | None = None) -> None:
         self._comm, self._plan, self._on_logits = comm, plan, on_logits
         self._hash, self.gathered_elements = hashlib.sha256(), max(plan.vocab)
+        self._gathered: npt.NDArray[np.float32] | None = None
 
-    def add(self, logits: Tensor) -> None:
-        """One step's logits, shape (1, local vocabulary). A collective."""
-        whole = gather_logits(self._comm, logits, self._plan, HEAD_RANK)
-        if whole is not None:
-            self._hash.update(whole.data)
+    def gather(self, logits: Tensor) -> None:
+        """One step's logits, shape (rows, local vocabulary). A collective."""
+        self._gathered = gather_logits(self._comm, logits, self._plan, HEAD_RANK)
+
+    def add(self, n_rows: int) -> None:
+        """So many rows of those count; the others followed a wrong guess."""
+        if self._gathered is None:
+            return
+        for row in self._gathered[:n_rows, None]:
+            self._hash.update(row.data)
             if self._on_logits is not None:
-                self._on_logits(whole)
+                self._on_logits(row)
 
     @property
     def sha256(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -37,6 +37,7 @@ class Stats:
         seconds: where the decode steps' time went: "compute" by a clock that runs from step to step and stands still in
             collectives, the group's phases, and the "rest". An accelerator computes while it is waited for, before its
             sums are copied to the host: that is in "stage".
+        decode_steps: forward passes after the prompt; tokens_per_step: what each of them gave.
         waited_for: seconds of the decode steps' waiting by the rank that was waited for.
         activation_sha256: of all reduced hidden states of this generation, and of the residual stream at the end of
             each
@@ -52,10 +53,11 @@ class Stats:
     ttft_s: float = 0.0
     prefill_tokens_per_s: float | None = None
     decode_tokens_per_s: float | None = None
+    decode_steps: int = 0
     collectives_per_token: float | None = None
-    expected_collectives_per_token: int = 0
+    expected_collectives_per_token: float = 0
     bytes_per_token: float | None = None
-    expected_bytes_per_token: int = 0
+    expected_bytes_per_token: float = 0
     boundary_bytes_per_token: float | None = None
     prefill_collectives: int = 0
     expected_prefill_collectives: int = 0
@@ -67,9 +69,13 @@ class Stats:
     logits_sha256: str | None = None
     wrong_steps: int | None = None
 
+    @property
+    def tokens_per_step(self) -> float | None:
+        return (self.generated_tokens - 1) / self.decode_steps if self.decode_steps else None
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self)
+        return {**asdict(self), "tokens_per_step": self.tokens_per_step}
 
 
 def waits_most_for(rank: int, waited_for: Mapping[int, Mapping[int, float]]) -> tuple[int | None, float]:
@@ -132,7 +138,8 @@ class Traffic:
         boundaries: what crosses the borders of a stage for each position.
         decided_elements: int32 elements that each rank brings to the decision after the last of the passes.
         head_rank: who decides.
-        gathered_elements: f32 elements of the logits that each rank brings to be hashed, where they are.
+        gathered_elements: f32 elements of the logits that each rank brings to be hashed, where they are, for each row
+            whose logits are wanted.
     """
 
     comm: Comm
@@ -148,15 +155,25 @@ class Traffic:
         per_pass = len(self.reduced_elements) + (self.boundaries.shared > 0)
         return len(passes) * per_pass + 1 + (self.gathered_elements > 0)
 
-    def nbytes(self, passes: Sequence[int]) -> int:
-        """Payload that this rank sends for them."""
+    def nbytes(self, passes: Sequence[int], wanted: int = 1) -> int:
+        """Payload that this rank sends for them, when the logits of so many rows are wanted."""
         expected, summed = self.comm.expected_payload, self.reducing.expected_payload
         counts = Counter(n * each for n in passes for each in self.reduced_elements)
         reduced = sum(times * summed("all_reduce", n, "float32") for n, times in counts.items())
         decided = expected("decide", self.decided_elements, "int32", root=self.head_rank)
-        gathered = expected("gather", self.gathered_elements, "float32", root=self.head_rank)
+        gathered = expected("gather", wanted * self.gathered_elements, "float32", root=self.head_rank)
         shared = sum(summed("broadcast", n * self.boundaries.shared, "float32") for n in passes)
         return int(reduced + decided + gathered + shared + 4 * sum(passes) * self.boundaries.sent)
+
+    def of_guesses(self, stats: Stats, rows: Sequence[int], decided: Callable[[int], int]) -> None:
+        """Fill in what is expected of decode steps that had so many rows each. `decided`: numbers that a rank brings to
+        the decision after such a step."""
+        tokens = stats.generated_tokens - 1
+        if tokens < 1:
+            return
+        nbytes = {n: replace(self, decided_elements=decided(n)).nbytes([n], n) for n in set(rows)}
+        stats.expected_collectives_per_token = len(rows) * self.collectives([1]) / tokens
+        stats.expected_bytes_per_token = sum(nbytes[n] for n in rows) / tokens
 
     def stats(self, prompt_tokens: int, passes: Sequence[int]) -> Stats:
         """What is expected of a generation that reads its prompt in these forward passes."""

@@ -12,7 +12,8 @@ from llm_models import hf_model, save
 from safetensors.torch import load_file, save_file
 
 import hostring
-from hostring.integrations.llm.generate import Generation, load_model
+from hostring.integrations.llm.generate import load_model
+from hostring.integrations.llm.generation import Generation
 from hostring.integrations.llm.model.sampling import Sampling
 
 Ranks = Callable[..., list[Any]]
@@ -124,7 +125,7 @@ def test_a_long_prompt_is_fed_in_chunks(path: Path, run_ranks: Ranks, monkeypatc
         return tokens, comm.counters.calls["all_reduce"] - before
 
     whole = run_ranks(2, run)
-    monkeypatch.setattr("hostring.integrations.llm.generate._PREFILL_CHUNK", 16)
+    monkeypatch.setattr("hostring.integrations.llm.generation._PREFILL_CHUNK", 16)
     chunked = run_ranks(2, run)
     assert [r[0] for r in chunked] == [r[0] for r in whole]
     assert whole[0][1] == 6 * 6

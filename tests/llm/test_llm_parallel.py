@@ -13,7 +13,8 @@ from llm_models import FAMILIES, hf_model, save
 
 import hostring
 from hostring.integrations.llm.checkpoint.weights import open_checkpoint
-from hostring.integrations.llm.generate import Generation, load_model
+from hostring.integrations.llm.generate import load_model
+from hostring.integrations.llm.generation import Generation
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.qwen import Decoder
 from hostring.integrations.llm.model.sampling import Sampling

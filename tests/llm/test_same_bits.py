@@ -15,7 +15,7 @@ from llm_models import byte_tokenizer, packable_model, write_gguf
 from ranks import RankFailed, in_threads
 
 import hostring
-from hostring.integrations.llm import generate, load_model, same_bits
+from hostring.integrations.llm import generation, load_model, same_bits
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.packed.decoder import units_of
@@ -103,7 +103,7 @@ def test_one_hash_for_pipelines(ranks: tuple[int, int], path: Path, alone: str) 
 def test_one_hash_for_every_chunk_and_state_of_the_cache(
     chunk: int, cache: str, path: Path, alone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate, "_PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(generation, "_PREFILL_CHUNK", chunk)
     assert answer(path, hostring.init(0, 1)) == alone
     assert in_threads(3, lambda comm: answer(path, comm, None, cache), order="ring")[0] == alone
 

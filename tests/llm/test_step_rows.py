@@ -193,3 +193,21 @@ def test_a_step_that_cannot_be_taken_changes_nothing(packable: Path) -> None:
         with pytest.raises(ValueError, match=message):
             model.step_rows(rows)
         assert (short.length, full.length) == (1, 3)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_every_row_has_the_logits_of_a_text_that_ends_there(exact: bool, packable: Path, run_ranks: Ranks) -> None:
+    needs_ggml()
+    texts = [[4, 5], [1], PROMPT]
+
+    def run(comm: hostring.Comm) -> None:
+        checkpoint = GgufCheckpoint(packable)
+        model = build(checkpoint, comm, max_seq=64) if exact else build_packed(checkpoint, comm, max_seq=64)
+        rows = whole(model, model.step_rows([(model.new_cache(), ids) for ids in texts], every=True))
+        ends = [text[: n + 1] for text in texts for n in range(len(text))]
+        assert len(rows) == len(ends)
+        for row, ids in zip(rows, ends, strict=True):
+            expected = whole(model, model.step(torch.tensor([ids]), model.new_cache()))[0]
+            np.testing.assert_allclose(row, expected, rtol=1e-4 if exact else 0, atol=1e-4 if exact else 0)
+
+    run_ranks(2, run)

@@ -7,7 +7,7 @@ from typing import Any
 
 import hostring
 from hostring.integrations.llm.demo.rank_model import RankModel, Report, computes_in, gather
-from hostring.integrations.llm.generate import Generation
+from hostring.integrations.llm.generation import Generation
 
 _ALONE_WAIT_S = 3600.0  # how long ranks wait while another one runs its control alone
 

@@ -11,7 +11,7 @@ from hostring.integrations.llm.demo.job import BUNDLED
 from hostring.integrations.llm.demo.rank_model import RankModel
 from hostring.integrations.llm.demo.turn import Turn
 from hostring.integrations.llm.demo.verdict import faults, statement
-from hostring.integrations.llm.generate import Generation
+from hostring.integrations.llm.generation import Generation
 from hostring.integrations.llm.pipeline.stages import StagePlan
 from hostring.integrations.llm.planning.plan_file import shares_json
 

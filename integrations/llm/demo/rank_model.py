@@ -13,7 +13,8 @@ from hostring.integrations.llm.compute import stay
 from hostring.integrations.llm.conversation import Conversation
 from hostring.integrations.llm.demo.job import Job
 from hostring.integrations.llm.demo.planned import plan_together
-from hostring.integrations.llm.generate import Generation, Model, load_model
+from hostring.integrations.llm.generate import Model, load_model
+from hostring.integrations.llm.generation import Generation
 from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.sampling import Sampling
 from hostring.integrations.llm.pipeline.staged import StagedForward

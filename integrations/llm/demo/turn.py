@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hostring.integrations.llm.generate import Generation
+from hostring.integrations.llm.generation import Generation
 
 
 @dataclass

@@ -62,25 +62,29 @@ class ExactForward:
         self.reducer.comm = comm
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor, cache: KVCache, stream: Stream | None = None) -> Tensor:
-        """See `Forward.step`. tokens: shape (batch, seq)."""
+    def step(self, tokens: Tensor, cache: KVCache, stream: Stream | None = None, every: bool = False) -> Tensor:
+        """See `Forward.step`. tokens: shape (batch, seq). With `every`, logits of all tokens of the first sequence."""
         single = self.one_row if tokens.numel() == 1 else None
         run_layers = self.decoder.run_layers if single is None else single.run_layers
         h = self._watched(tokens, stream, lambda h: run_layers(h, cache))
         if not self.ends.head:
             return h[0]
-        return self.decoder.logits(h[:, -1:])[:, -1] if single is None else single.logits(h)
+        if single is not None:
+            return single.logits(h)
+        return self.decoder.logits(h)[0] if every else self.decoder.logits(h[:, -1:])[:, -1]
 
     @torch.inference_mode()
-    def step_rows(self, rows: Rows, stream: Stream | None = None) -> Tensor:
+    def step_rows(self, rows: Rows, stream: Stream | None = None, every: bool = False) -> Tensor:
         """See `Forward.step_rows`."""
         tokens = torch.tensor([[token for _, ids in rows for token in ids]])
         if len(rows) == 1:
-            return self.step(tokens, rows[0][0], stream)
+            return self.step(tokens, rows[0][0], stream, every)
         parts = [(cache, len(ids)) for cache, ids in rows]
         h = self._watched(tokens, stream, lambda h: self.decoder.run_sequences(h, parts))
         if not self.ends.head:
             return h[0]
+        if every:
+            return self.decoder.logits(h)[0]
         last = torch.tensor([end - 1 for end in accumulate(n for _, n in parts)], device=self.device)
         return self.decoder.logits(h[:, last])[0]
 

@@ -63,7 +63,7 @@ class Forward(Protocol):
             where this rank holds no head, the stream after its layers, shape (seq, hidden), valid until the next step.
         """
 
-    def step_rows(self, rows: Rows, stream: npt.NDArray[np.float32] | None = None) -> Tensor:
+    def step_rows(self, rows: Rows, stream: npt.NDArray[np.float32] | None = None, every: bool = False) -> Tensor:
         """See `LocalModel.step_rows`, and `step` for the stream: of all rows, in the order of `rows`. The sequence with
         the most tokens comes first."""
 
@@ -141,7 +141,7 @@ class LocalModel:
         clock.stop()
         return logits
 
-    def step_rows(self, rows: Rows) -> Tensor:
+    def step_rows(self, rows: Rows, every: bool = False) -> Tensor:
         """Feed tokens of several sequences in one step, such as a chunk of one prompt and the last tokens of others.
 
         A collective: all ranks call it with the same tokens in the same order, each with its own caches. Every rank
@@ -151,10 +151,11 @@ class LocalModel:
 
         Args:
             rows: (cache, token ids) of each sequence, every cache once, one id or more of each.
+            every: the logits of all tokens are wanted, not only those of each sequence's last one.
 
         Returns:
             this rank's logits of each sequence's last token, shape (sequences, local vocabulary), f32, in the order of
-            `rows`; valid until the next step.
+            `rows`; of all tokens, shape (tokens, local vocabulary), with `every`; valid until the next step.
 
         Raises:
             ValueError: there are no rows, a sequence has no token, a cache stands there twice, or tokens don't fit.
@@ -165,9 +166,12 @@ class LocalModel:
         order = sorted(range(len(rows)), key=lambda n: -len(rows[n][1]))
         clock = self.reducer.clock
         clock.start()
-        logits = self.forward.step_rows([rows[n] for n in order])
+        logits = self.forward.step_rows([rows[n] for n in order], every=every)
         clock.stop()
-        return logits if order == sorted(order) else logits[sorted(range(len(rows)), key=order.__getitem__)]
+        if order == sorted(order):
+            return logits
+        parts = torch.split(logits, [len(rows[n][1]) if every else 1 for n in order])
+        return torch.cat([parts[order.index(n)] for n in range(len(rows))])
 
 
 def _added(whole: dict[str, Any], stage: dict[str, Any], first: int) -> dict[str, Any]:

@@ -64,15 +64,22 @@ class Exchange:
 
     Attributes:
         x: the residual stream, shape (rows, hidden). slots: partial sums, shape (slots, rows, hidden).
-        ids, positions, index: of the new rows; `index` is where they stand in their caches. last: the last row of each
-            sequence.
+        ids, positions, index: of the new rows; `index` is where they stand in their caches. last: the rows whose logits
+            are wanted: the last one of each sequence, or every one.
         mixed: what attention gives, shape (rows, heads * head_dim).
         masks: what each row may see, shape (rows, cached), of each sequence; None for a single row.
-        logits: shape (sequences, local vocabulary).
+        logits: shape (rows that are wanted, local vocabulary).
     """
 
     def __init__(
-        self, arena: Arena, sequences: Sequence[SequenceRows], hidden: int, mixed: int, n_slots: int, n_logits: int
+        self,
+        arena: Arena,
+        sequences: Sequence[SequenceRows],
+        hidden: int,
+        mixed: int,
+        n_slots: int,
+        n_logits: int,
+        every: bool = False,
     ) -> None:
         self._arena, self.sequences = arena, sequences
         self.n_rows = n_rows = sum(s.n_rows for s in sequences)
@@ -81,11 +88,12 @@ class Exchange:
         self.ids: npt.NDArray[np.int32] = arena.array((n_rows,), np.int32)
         self.positions: npt.NDArray[np.int32] = arena.array((n_rows,), np.int32)
         self.index: npt.NDArray[np.int64] = arena.array((n_rows,), np.int64)
-        self.last: npt.NDArray[np.int32] = arena.array((len(sequences),), np.int32)
-        self.last[:] = [s.first + s.n_rows - 1 for s in sequences]
+        last = range(n_rows) if every else [s.first + s.n_rows - 1 for s in sequences]
+        self.last: npt.NDArray[np.int32] = arena.array((len(last),), np.int32)
+        self.last[:] = last
         self.mixed: npt.NDArray[np.float32] = arena.array((n_rows, mixed))
         self.masks = [arena.array((s.n_rows, s.n_cached), np.float16) if s.n_rows > 1 else None for s in sequences]
-        self.logits: npt.NDArray[np.float32] = arena.array((len(sequences), n_logits))
+        self.logits: npt.NDArray[np.float32] = arena.array((len(last), n_logits))
         self._mixed_buffer = arena.buffer(self.mixed.ctypes.data, self.mixed.nbytes)
 
     def tensors(self, context: Pointer) -> Inputs:

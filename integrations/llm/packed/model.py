@@ -78,9 +78,9 @@ class PackedForward:
         """See `Forward.step`."""
         return self.step_rows([(cache, tokens[0].tolist())], stream)
 
-    def step_rows(self, rows: Rows, stream: npt.NDArray[np.float32] | None = None) -> Tensor:
+    def step_rows(self, rows: Rows, stream: npt.NDArray[np.float32] | None = None, every: bool = False) -> Tensor:
         """See `Forward.step_rows`."""
-        return torch.from_numpy(self._steps.run(rows, stream))
+        return torch.from_numpy(self._steps.run(rows, stream, every))
 
     def begin(self, x: npt.NDArray[np.float32]) -> None:
         """See `Sums`."""

@@ -89,16 +89,16 @@ class StepGraphs:
         self.end_graph(self.arena.place(rows, self.exchange.x))
 
     def end(self, norm: Pointer, head: Pointer | None) -> None:
-        """The graph of the logits of each sequence's last row; without a head, of the stream."""
+        """The graph of the logits that are wanted; without a head, of the stream."""
         g, ctx = self.ggml, self.context
         if head is None:
             self.end_graph(self.stream())
             return
-        x, n_sequences = self.stream(), len(self.exchange.sequences)
-        if n_sequences == 1:
+        x, n_wanted = self.stream(), len(self.exchange.last)
+        if n_wanted == 1:
             width = self.config.hidden_size
             x = g.view_2d(ctx, x, width, 1, 4 * width, 4 * width * (self.n_rows - 1))
-        elif n_sequences < self.n_rows:
+        elif n_wanted < self.n_rows:
             x = g.get_rows(ctx, x, self.inputs.last)
         self.end_graph(self.arena.place(g.mul_mat(ctx, head, self.norm(x, norm)), self.exchange.logits))
 

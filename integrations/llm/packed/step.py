@@ -20,6 +20,7 @@ from hostring.integrations.llm.packed.units import Tree
 
 MAX_KEPT_SHAPES = 3  # with several rows of a sequence, whose graphs are kept
 MAX_KEPT_SINGLES = 16  # with single rows alone
+MAX_KEPT_EVERY = 4  # with the logits of every row
 
 Rows = Sequence[tuple[PackedCache, Sequence[int]]]
 Stream = npt.NDArray[np.float32]
@@ -42,11 +43,12 @@ class Sums(Protocol):
 class _Step:
     """The graphs of one shape, planned."""
 
-    def __init__(self, decoder: PackedDecoder, shape: Shape, joined: bool) -> None:
+    def __init__(self, decoder: PackedDecoder, shape: Shape, every: bool, joined: bool) -> None:
         local, arena = decoder.local, Arena(decoder.ggml)
         layers = layers_of(local)
         width = local.num_attention_heads * local.head_dim
-        self.exchange = e = Exchange(arena, rows_of(shape), local.hidden_size, width, decoder.n_slots, decoder.n_logits)
+        sizes = (local.hidden_size, width, decoder.n_slots, decoder.n_logits)
+        self.exchange = e = Exchange(arena, rows_of(shape), *sizes, every)
         self._graphs = graphs = StepGraphs(arena, local, e, 2 + sum(map(len, layers)), joined)
         if decoder.embedding is not None:
             graphs.embed(decoder.embedding)
@@ -71,7 +73,7 @@ class _Step:
             self._between.append((plan, others, e.slots[: fold.n_slots], fold.completes))
 
     def run(self, rows: Rows, sums: Sums | None, stream: Stream | None) -> Stream:
-        """Logits of the last row of each sequence, which are shaped as the graphs are; without a head, the stream."""
+        """The logits that are wanted of `rows`, which are shaped as the graphs are; without a head, the stream."""
         e, compute, backend = self.exchange, self._compute, self._backend
         for sequence, cached, (cache, ids) in zip(e.sequences, self._graphs.caches, rows, strict=True):
             e.fill(sequence, ids, cache.length)
@@ -103,18 +105,20 @@ class Steps:
 
     def __init__(self, decoder: PackedDecoder, sums: Sums | None) -> None:
         self._decoder, self._sums = decoder, sums
-        self._kept: dict[Shape, _Step] = {}
+        self._kept: dict[tuple[Shape, bool], _Step] = {}
 
-    def run(self, rows: Rows, stream: Stream | None = None) -> Stream:
+    def run(self, rows: Rows, stream: Stream | None = None, every: bool = False) -> Stream:
         """Feed the ids of each sequence to its own cache.
 
         Args:
             rows: (cache, ids) of each sequence, the one with the most ids first.
             stream: of all rows, shape (rows, hidden), where this rank has no embedding.
+            every: the logits of all ids are wanted.
 
         Returns:
-            this rank's logits of each sequence's last id, shape (sequences, local vocabulary), or, without a head, the
-            stream of all rows, shape (rows, hidden); valid until the next step.
+            this rank's logits of each sequence's last id, shape (sequences, local vocabulary), or of all of them, shape
+            (ids, local vocabulary); without a head, the stream of all rows, shape (rows, hidden). Valid until the next
+            step.
 
         Raises:
             ValueError: they don't fit.
@@ -122,20 +126,21 @@ class Steps:
         for cache, ids in rows:
             check_fit(cache, len(ids))
         shape = tuple((len(ids), _n_cached(len(ids), cache.length + len(ids))) for cache, ids in rows)
-        found = self._step_of(shape).run(rows, self._sums, stream)
+        found = self._step_of(shape, every and not _single(shape)).run(rows, self._sums, stream)
         for cache, ids in rows:
             cache.length += len(ids)
         return found
 
-    def _step_of(self, shape: Shape) -> _Step:
-        found = self._kept.pop(shape, None)
+    def _step_of(self, shape: Shape, every: bool) -> _Step:
+        key = (shape, every)
+        found = self._kept.pop(key, None)
         if found is None:
-            single = _single(shape)
-            same = [kept for kept in self._kept if _single(kept) == single]
-            for oldest in same[: len(same) + 1 - (MAX_KEPT_SINGLES if single else MAX_KEPT_SHAPES)]:
+            limit = MAX_KEPT_EVERY if every else MAX_KEPT_SINGLES if _single(shape) else MAX_KEPT_SHAPES
+            same = [kept for kept in self._kept if (_single(kept[0]), kept[1]) == (_single(shape), every)]
+            for oldest in same[: len(same) + 1 - limit]:
                 del self._kept[oldest]
-            found = _Step(self._decoder, shape, joined=self._sums is None)
-        self._kept[shape] = found  # the latest last
+            found = _Step(self._decoder, shape, every, joined=self._sums is None)
+        self._kept[key] = found  # the latest last
         return found
 
 

@@ -98,17 +98,18 @@ class StagedForward:
         received = self._receive(tokens.numel())
         return self._pass_on(self.inner.forward.step(tokens, cache, received), 1)
 
-    def step_rows(self, rows: Rows, stream: Stream | None = None) -> Tensor:
+    def step_rows(self, rows: Rows, stream: Stream | None = None, every: bool = False) -> Tensor:
         """See `LocalModel.step_rows`. The rows of all sequences cross a boundary in one message."""
-        received = self._receive(sum(len(ids) for _, ids in rows))
-        return self._pass_on(self.inner.forward.step_rows(rows, received), len(rows))
+        n_tokens = sum(len(ids) for _, ids in rows)
+        found = self.inner.forward.step_rows(rows, self._receive(n_tokens), every)
+        return self._pass_on(found, n_tokens if every else len(rows))
 
-    def _pass_on(self, found: Tensor, n_sequences: int) -> Tensor:
+    def _pass_on(self, found: Tensor, n_logits: int) -> Tensor:
         """The logits, of the last stage; the others send their stream, and have none."""
         if self.stage.is_last:
             return found
         self._send(found)
-        return torch.empty(n_sequences, 0)
+        return torch.empty(n_logits, 0)
 
     def _send(self, stream: Tensor) -> None:
         if self.inner.comm.rank == 0:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from hostring.integrations.llm.request import HEAD_RANK
 
 if TYPE_CHECKING:
-    from hostring.integrations.llm.generate import Generation, Model
+    from hostring.integrations.llm.generate import Model
+    from hostring.integrations.llm.generation import Generation
 
 FORMAT = "hostring xray 1"
 

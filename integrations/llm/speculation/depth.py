@@ -1,0 +1,87 @@
+"""How many guesses a step checks: as many as pay, by measured times and hits; none where they lose."""
+
+from __future__ import annotations
+
+from collections import deque
+
+DEPTHS = (1, 3, 7, 15)  # guesses for each sequence; few, since packed ranks keep graphs for each number of rows
+MAX_LOSS = 0.02  # of the time: what guesses that failed may have cost. Then there are none until that is true again.
+MAX_TRIAL_LOSS = 0.01  # of the time: what trials may cost that are expected to lose
+MAX_CREDIT = 10.0  # steps that right guesses may have saved before: later ones may lose as much again, but no more
+MAX_TIMES = 5  # of steps with as many rows, of which the lower median counts
+MIN_PLAIN_STEPS = 3  # without guesses, before any: their time is what the others are compared with
+_FIRST_HITS, _FIRST_TRIES = 2.0, 3.0  # before anything is known of hits
+_MEMORY = 0.9  # what a step's hits still weigh after the next one
+_FIRST_SHAPE = 4.0  # a step of a new number of rows takes longer once: so many times what a row takes to compute
+
+
+class Depth:
+    """Measures steps, and says how many guesses the next one gets.
+
+    Args:
+        most: guesses for a sequence in one step.
+        always: don't measure: check as many guesses as there can be.
+    """
+
+    def __init__(self, most: int, always: bool = False) -> None:
+        self._most, self._always = most, always
+        self._depths = sorted({depth for depth in DEPTHS if depth < most} | {most} - {0})
+        self._times: dict[int, deque[float]] = {}  # seconds of steps, by their rows
+        self._computed = 0.0  # seconds that this rank computes for one row
+        self._hits, self._tries = _FIRST_HITS, _FIRST_TRIES
+        self._total = self._lost = 0.0
+
+    def choose(self, sequences: int = 1) -> int:
+        """Guesses for each of so many sequences in the next step."""
+        if self._always or not self._most:
+            return self._most
+        plain = self._times.get(sequences)
+        if plain is None or len(plain) < MIN_PLAIN_STEPS:
+            return 0
+        allowed, plain_s = MAX_LOSS * self._total - self._lost, _middle(plain)
+        if allowed < 0:
+            return 0
+        best = max(self._depths, key=lambda depth: self._tokens(depth) / self._step_s(sequences, depth))
+        if self._tokens(best) / self._step_s(sequences, best) > 1 / plain_s:
+            return best
+        least = self._depths[0]  # to learn whether that is still so
+        extra, spare = self._step_s(sequences, least) - plain_s, allowed - (MAX_LOSS - MAX_TRIAL_LOSS) * self._total
+        return least if extra <= spare else 0
+
+    def note(self, sequences: int, guesses: int, tokens: int, seconds: float, computed_s: float) -> None:
+        """A step is done.
+
+        Args:
+            guesses: of all sequences together. tokens: that came of it.
+            computed_s: of its time, what this rank computed.
+        """
+        self._total += seconds
+        rows = sequences + guesses
+        self._times.setdefault(rows, deque(maxlen=MAX_TIMES)).append(seconds)
+        if not guesses:
+            self._computed = computed_s / rows
+            return
+        hits = tokens - sequences
+        self._hits = _MEMORY * self._hits + hits
+        self._tries = _MEMORY * self._tries + min(guesses, tokens)
+        plain = self._times.get(sequences)
+        if plain:
+            plain_s = _middle(plain)
+            self._lost = max(-MAX_CREDIT * plain_s, self._lost + seconds - plain_s * tokens / sequences)
+
+    def _tokens(self, depth: int) -> float:
+        """Tokens that a sequence is expected to get from a step."""
+        p = min(0.99, self._hits / self._tries)
+        return float((1 - p ** (depth + 1)) / (1 - p))
+
+    def _step_s(self, sequences: int, depth: int) -> float:
+        """What a step takes; where none was measured, what computing its rows one after the other would add."""
+        rows = sequences * (depth + 1)
+        if rows in self._times:
+            return _middle(self._times[rows])
+        return _middle(self._times[sequences]) + self._computed * (rows - sequences + _FIRST_SHAPE)
+
+
+def _middle(values: deque[float]) -> float:
+    """The lower median."""
+    return sorted(values)[(len(values) - 1) // 2]

@@ -1,0 +1,130 @@
+"""The head rank's guesses for the next step, and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from hostring import Comm
+from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
+from hostring.integrations.llm.request import HEAD_RANK
+from hostring.integrations.llm.speculation.depth import Depth
+from hostring.integrations.llm.speculation.draft import DraftModel, load_draft
+from hostring.integrations.llm.speculation.lookup import PromptLookup
+
+OFF, LOOKUP = "off", "lookup"
+KINDS = (OFF, LOOKUP)
+DEFAULT_MOST, MAX_MOST = 7, 15  # guesses for a text in one step
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What kind of guesses, and how many.
+
+    Attributes:
+        kind: "off", or "lookup" for guesses from the text itself.
+        draft: a smaller model of the same vocabulary, which guesses where the text itself does not; empty for none.
+        most: guesses for a text in one step. A step has fewer where fewer pay, by measurement.
+        always: don't measure.
+    """
+
+    kind: str = OFF
+    draft: str = ""
+    most: int = DEFAULT_MOST
+    always: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"--speculate {self.kind} is not one of {', '.join(KINDS)}")
+        if not 1 <= self.most <= MAX_MOST:
+            raise ValueError(f"--draft-max {self.most}: between 1 and {MAX_MOST} guesses are possible")
+
+    @property
+    def on(self) -> bool:
+        return self.kind != OFF or bool(self.draft)
+
+
+class Guesser:
+    """Guesses for one text."""
+
+    def __init__(self, lookup: bool, draft: DraftModel | None, ids: Sequence[int]) -> None:
+        self._lookup = PromptLookup() if lookup else None
+        self._draft, self._ids = draft, list[int]()
+        self.extend(ids)
+        if draft is not None:
+            draft.guesses(self._ids, 0)
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """The text goes on with these ids."""
+        self._ids += ids
+        if self._lookup is not None:
+            self._lookup.extend(ids)
+
+    def guesses(self, count: int) -> list[int]:
+        """At most so many ids that may come next."""
+        if count < 1:
+            return []
+        found = self._lookup.guesses(count) if self._lookup is not None else []
+        if not found and self._draft is not None:
+            found = self._draft.guesses(self._ids, count)
+        return found
+
+
+class Speculator:
+    """Guesses for all texts that a head rank writes, and how many pay.
+
+    Args:
+        computed: seconds that this rank has computed so far.
+
+    Attributes:
+        most: guesses for a text in one step.
+    """
+
+    def __init__(self, wish: Speculation, draft: DraftModel | None, computed: Callable[[], float]) -> None:
+        self._wish, self._draft, self._computed = wish, draft, computed
+        self.most = wish.most
+        self._depth = Depth(wish.most, wish.always)
+        self._since: tuple[float, float] | None = None
+
+    def text(self, ids: Sequence[int]) -> Guesser:
+        """For a new text, which begins with these ids."""
+        return Guesser(self._wish.kind == LOOKUP, self._draft, ids)
+
+    def pause(self) -> None:
+        """The step that runs tells nothing: it reads a prompt, or there was a wait before it."""
+        self._since = None
+
+    def noted(self, sequences: int, guesses: int, tokens: int) -> None:
+        """A step is done, and the next one begins; see `Depth.note`."""
+        now = perf_counter(), self._computed()
+        if self._since is not None:
+            self._depth.note(sequences, guesses, tokens, now[0] - self._since[0], now[1] - self._since[1])
+        self._since = now
+
+    def depth(self, sequences: int = 1) -> int:
+        """Guesses for each of so many texts in the next step."""
+        return self._depth.choose(sequences)
+
+
+def load_speculator(
+    wish: Speculation, comm: Comm, tokenizer: ChatTokenizer, max_seq: int, computed: Callable[[], float]
+) -> Speculator | None:
+    """The head rank's guesses; None on the others, and where none are wanted. A collective.
+
+    Args:
+        wish: the head rank's counts. max_seq: positions of a KV cache.
+
+    Raises:
+        ValueError: the draft model can't be used; on every rank.
+    """
+    found, refused = None, ""
+    if comm.rank == HEAD_RANK and wish.on:
+        try:
+            draft = load_draft(wish.draft, tokenizer, max_seq) if wish.draft else None
+            found = Speculator(wish, draft, computed)
+        except ValueError as exc:
+            refused = str(exc)
+    if refused := comm.broadcast_bytes(refused.encode(), root=HEAD_RANK).decode():
+        raise ValueError(refused)
+    return found
