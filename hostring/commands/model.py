@@ -75,6 +75,18 @@ Xray = Annotated[
     Path | None,
     typer.Option(help="Record the first answer stage by stage to this file, for `hostring xray`.", dir_okay=False),
 ]
+Speculate = Annotated[
+    str,
+    typer.Option(
+        metavar="off|lookup",
+        help="lookup: guess tokens that followed the same words before, and check several in one step where that pays.",
+    ),
+]
+Draft = Annotated[
+    Path | None,
+    typer.Option(help="Guess with this smaller model of the same vocabulary, on the head rank."),
+]
+DraftMax = Annotated[int, typer.Option(min=1, help="The most guesses of a step; fewer are checked where fewer pay.")]
 Devices = Annotated[
     str,
     typer.Option(
@@ -117,6 +129,9 @@ def demo(
     compute: Compute = "auto",
     plan: Plan = "even",
     same_bits: SameBits = False,
+    speculate: Speculate = "off",
+    draft: Draft = None,
+    draft_max: DraftMax = 7,
     xray: Xray = None,
     rejoin_timeout: RejoinTimeout = 300.0,
     timeout: Annotated[float, typer.Option(min=0.1, help=_TIMEOUT_HELP)] = 120.0,
@@ -159,6 +174,9 @@ def generate(
     compute: Compute = "auto",
     plan: Plan = "even",
     same_bits: SameBits = False,
+    speculate: Speculate = "off",
+    draft: Draft = None,
+    draft_max: DraftMax = 7,
     xray: Xray = None,
     rejoin_timeout: RejoinTimeout = 300.0,
     timeout: Annotated[float | None, typer.Option(min=0.1, help=f"{_TIMEOUT_HELP} 120 by default.")] = None,
@@ -217,6 +235,7 @@ def _job(options: dict[str, Any], **decided: Any) -> Any:
     for name, ours in (("prompt", "prompts"), ("device", "devices"), ("rejoin_timeout", "patience")):
         given[ours] = given.pop(name)
     given["prompts"] = given["prompts"] or ()
+    given["draft"] = "" if given["draft"] is None else str(given["draft"].absolute())
     given["xray"] = "" if given["xray"] is None else str(given["xray"].absolute())
     return _load("demo.job").make_job(order=_order(given["topology"]), **given)
 

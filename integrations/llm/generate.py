@@ -27,7 +27,8 @@ from hostring.integrations.llm.prefix import PrefixCache
 from hostring.integrations.llm.request import Request, check_fit, share_request
 from hostring.integrations.llm.same_bits import LogitsHash, OnLogits
 from hostring.integrations.llm.sharded import DTYPES
-from hostring.integrations.llm.speculation.speculator import Speculation, Speculator, load_speculator
+from hostring.integrations.llm.speculation.speculator import Speculator, load_speculator
+from hostring.integrations.llm.speculation.wish import Speculation
 
 Prompt = str | Sequence[int] | Callable[[], str | Sequence[int]] | None
 
@@ -72,8 +73,10 @@ class Model:
             ValueError: the draft model can't be used; on every rank.
         """
         part = self.sharded
-        clock = part.reducer.clock
-        self.speculator = load_speculator(wish, self.comm, self.tokenizer, part.max_seq, lambda: clock.seconds)
+        clock, known = part.reducer.clock, self.tokenizer
+        self.speculator = load_speculator(
+            wish, self.comm, known, part.max_seq, lambda: clock.seconds, before=self.speculator
+        )
 
     def prompt_ids(self, text: str) -> list[int]:
         """Ids for a user's message: through the chat template where the checkpoint has one."""

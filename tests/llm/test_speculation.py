@@ -19,7 +19,8 @@ import hostring
 from hostring.integrations.llm import Sampling, load_model
 from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
 from hostring.integrations.llm.conversation import Conversation
-from hostring.integrations.llm.demo.job import BUNDLED
+from hostring.integrations.llm.demo.job import BUNDLED, Job, make_job
+from hostring.integrations.llm.demo.rank_model import RankModel
 from hostring.integrations.llm.generate import Model
 from hostring.integrations.llm.generation import Generation
 from hostring.integrations.llm.model.local_model import LocalModel
@@ -29,7 +30,7 @@ from hostring.integrations.llm.packed.library import Unavailable, load
 from hostring.integrations.llm.pipeline.stages import StagePlan
 from hostring.integrations.llm.speculation.depth import Depth
 from hostring.integrations.llm.speculation.lookup import PromptLookup
-from hostring.integrations.llm.speculation.speculator import Speculation
+from hostring.integrations.llm.speculation.wish import Speculation
 
 IDS = [5, 17, 3, 250, 9, 9, 101, 42, 7, 311, 12]
 ALWAYS = Speculation("lookup", most=3, always=True)
@@ -252,3 +253,31 @@ def test_wishes_that_make_no_sense_are_refused() -> None:
         Speculation("wild")
     with pytest.raises(ValueError, match="--draft-max 0: between 1 and 15"):
         Speculation("lookup", most=0)
+
+
+def demo_job(**how: Any) -> Any:
+    asked = {"prompts": ("In the beginning God created",), "max_tokens": 30, "temperature": 0.0, "top_k": 0}
+    return make_job(model=None, ranks=2, dtypes="float32", **asked, top_p=1.0, seed=0, controls=False, **how)
+
+
+def test_the_demo_guesses_when_told_to_and_says_what_came_of_it(run_ranks: Ranks) -> None:
+    job = Job.from_json(demo_job(speculate="lookup", draft=str(BUNDLED), draft_max=3).to_json())
+
+    def run(comm: hostring.Comm) -> tuple[Any, Any]:
+        model = RankModel(job, comm)
+        ids = model.ids(job.prompts[0])
+        found = model.answer(ids, warm_up=False)
+        model.move_to(comm)  # as after a loss: the draft stays
+        return (model.model(comm, job.dtypes).speculator, found.tokens), (found.stats.as_dict(), model.reports(found))
+
+    (own, (stats, reports)), (other, _) = run_ranks(2, run)
+    assert own[0].wish == job.speculation
+    assert other == (None, own[1])
+    assert stats["tokens_per_step"] == 29 / stats["decode_steps"]
+    for report in reports:
+        assert report["bytes_per_token"] == report["expected_bytes_per_token"]
+
+
+def test_a_recording_of_steps_has_no_guesses(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--xray records steps of one row; leave --speculate and --draft out"):
+        demo_job(speculate="lookup", xray=str(tmp_path / "x"))

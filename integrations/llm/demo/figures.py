@@ -52,6 +52,7 @@ def _of_turn(model: RankModel, controls: Controls, turn: Turn, generation: Gener
         "text": generation.text,
         "stop_reason": generation.stop_reason,
         "decode_tokens_per_s": stats.decode_tokens_per_s,
+        "tokens_per_step": stats.tokens_per_step,
         "ttft_s": stats.ttft_s,
         "prefill_tokens_per_s": stats.prefill_tokens_per_s,
         "collectives_per_token": stats.collectives_per_token,

@@ -13,6 +13,7 @@ from hostring.integrations.llm.pipeline.stages import StagePlan, is_stage_plan, 
 from hostring.integrations.llm.planning.model_file import read_model_file
 from hostring.integrations.llm.planning.plan_file import PlanFile, as_lists
 from hostring.integrations.llm.planning.wish import BYTES, EVEN, plan_by_bytes, plan_of_file
+from hostring.integrations.llm.speculation.wish import DEFAULT_MOST, OFF, Speculation
 
 BUNDLED = Path(__file__).parents[1] / "tiny"
 DTYPE_NAMES = ("float16", "bfloat16", "float32")
@@ -38,6 +39,7 @@ class Job:
         planned: what else the plan says, as JSON.
         same_bits: promise the bits of any other number of ranks, see `load_model`.
         xray: file for a recording of the first answer, stage by stage; none where it is empty.
+        speculate, draft, draft_max: see `Speculation`.
         prompts: answered one after the other; none for one that suits the model.
         chat: more of them come from the head rank's standard input, a line each, and all are one conversation.
             Otherwise
@@ -68,9 +70,20 @@ class Job:
     planned: str = ""
     same_bits: bool = False
     xray: str = ""
+    speculate: str = OFF
+    draft: str = ""
+    draft_max: int = DEFAULT_MOST
     topology: str = "auto"
     order: str = "rank"
     timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.xray and self.speculation.on:
+            raise ValueError("--xray records steps of one row; leave --speculate and --draft out")
+
+    @property
+    def speculation(self) -> Speculation:
+        return Speculation(self.speculate, self.draft, self.draft_max)
 
     def compile_of(self, rank: int) -> bool | str:
         """What `load_model` is told."""

@@ -26,10 +26,12 @@ def of(result: dict[str, Any]) -> Iterator[Table]:
 
 def headline(result: dict[str, Any]) -> str:
     how = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}, seed {result['seed']}"
+    per_step = result["tokens_per_step"] or 1.0
+    guessed = "" if per_step == 1 else f", {per_step:.2f} tokens per round trip"
     return (
         f"\n{result['ranks']} ranks, topology {result['topology']}, order {result['order']}; "
         f"{result['prompt_tokens']} prompt tokens, "
-        f"{len(result['tokens'])} generated ({how})"
+        f"{len(result['tokens'])} generated ({how}){guessed}"
     )
 
 

@@ -44,4 +44,5 @@ class Turn:
             "reused_tokens": None if stats is None else stats.reused_tokens,
             "ttft_s": None if stats is None else stats.ttft_s,
             "decode_tokens_per_s": None if stats is None else stats.decode_tokens_per_s,
+            "tokens_per_step": None if stats is None else stats.tokens_per_step,
         }

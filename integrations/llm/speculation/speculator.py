@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 from hostring import Comm
@@ -12,37 +11,7 @@ from hostring.integrations.llm.request import HEAD_RANK
 from hostring.integrations.llm.speculation.depth import Depth
 from hostring.integrations.llm.speculation.draft import DraftModel, load_draft
 from hostring.integrations.llm.speculation.lookup import PromptLookup
-
-OFF, LOOKUP = "off", "lookup"
-KINDS = (OFF, LOOKUP)
-DEFAULT_MOST, MAX_MOST = 7, 15  # guesses for a text in one step
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """What kind of guesses, and how many.
-
-    Attributes:
-        kind: "off", or "lookup" for guesses from the text itself.
-        draft: a smaller model of the same vocabulary, which guesses where the text itself does not; empty for none.
-        most: guesses for a text in one step. A step has fewer where fewer pay, by measurement.
-        always: don't measure.
-    """
-
-    kind: str = OFF
-    draft: str = ""
-    most: int = DEFAULT_MOST
-    always: bool = False
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"--speculate {self.kind} is not one of {', '.join(KINDS)}")
-        if not 1 <= self.most <= MAX_MOST:
-            raise ValueError(f"--draft-max {self.most}: between 1 and {MAX_MOST} guesses are possible")
-
-    @property
-    def on(self) -> bool:
-        return self.kind != OFF or bool(self.draft)
+from hostring.integrations.llm.speculation.wish import LOOKUP, Speculation
 
 
 class Guesser:
@@ -78,18 +47,19 @@ class Speculator:
         computed: seconds that this rank has computed so far.
 
     Attributes:
+        wish: what was wanted.
         most: guesses for a text in one step.
     """
 
     def __init__(self, wish: Speculation, draft: DraftModel | None, computed: Callable[[], float]) -> None:
-        self._wish, self._draft, self._computed = wish, draft, computed
+        self.wish, self._draft, self._computed = wish, draft, computed
         self.most = wish.most
         self._depth = Depth(wish.most, wish.always)
         self._since: tuple[float, float] | None = None
 
     def text(self, ids: Sequence[int]) -> Guesser:
         """For a new text, which begins with these ids."""
-        return Guesser(self._wish.kind == LOOKUP, self._draft, ids)
+        return Guesser(self.wish.kind == LOOKUP, self._draft, ids)
 
     def pause(self) -> None:
         """The step that runs tells nothing: it reads a prompt, or there was a wait before it."""
@@ -108,18 +78,26 @@ class Speculator:
 
 
 def load_speculator(
-    wish: Speculation, comm: Comm, tokenizer: ChatTokenizer, max_seq: int, computed: Callable[[], float]
+    wish: Speculation,
+    comm: Comm,
+    tokenizer: ChatTokenizer,
+    max_seq: int,
+    computed: Callable[[], float],
+    before: Speculator | None = None,
 ) -> Speculator | None:
     """The head rank's guesses; None on the others, and where none are wanted. A collective.
 
     Args:
         wish: the head rank's counts. max_seq: positions of a KV cache.
+        before: what this rank has loaded before, which stays if the wish is the same.
 
     Raises:
         ValueError: the draft model can't be used; on every rank.
     """
     found, refused = None, ""
-    if comm.rank == HEAD_RANK and wish.on:
+    if comm.rank == HEAD_RANK and before is not None and before.wish == wish:
+        found = before
+    elif comm.rank == HEAD_RANK and wish.on:
         try:
             draft = load_draft(wish.draft, tokenizer, max_seq) if wish.draft else None
             found = Speculator(wish, draft, computed)
