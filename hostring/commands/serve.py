@@ -36,6 +36,14 @@ Keys = Annotated[Path | None, typer.Option(help="Clients must bring one of the k
 Name = Annotated[str, typer.Option(help="The model's id for clients; that of its file by default.")]
 Streams = Annotated[int, typer.Option(min=1, help="How many texts are written at a time.")]
 Queue = Annotated[int, typer.Option(min=0, help="How many more may wait; others are told to try later.")]
+Groups = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="In a pipeline (--plan pp=N): groups into which the texts are divided, each in another stage at a time; "
+        "one for each stage by default. 1 lets a step pass all stages before the next begins.",
+    ),
+]
 Context = Annotated[
     int | None, typer.Option(min=2, help="Positions of each text, prompt included; at most 4096 by default.")
 ]
@@ -53,7 +61,10 @@ Device = Annotated[
 Compute = Annotated[str, typer.Option(help="packed, exact or auto, as in `hostring demo`.")]
 SharePlan = Annotated[
     str,
-    typer.Option(help="Who holds what: a plan of `hostring plan model`; even shares; or as many bytes for every rank."),
+    typer.Option(
+        help="Who holds what: a plan of `hostring plan model`; even shares; as many bytes for every rank; or stages, "
+        "such as pp=2,tp=2."
+    ),
 ]
 Topology = Annotated[str, typer.Option(help="auto, mesh, ring, star or tree.")]
 RejoinTimeout = Annotated[
@@ -79,6 +90,7 @@ def serve(
     name: Name = "",
     streams: Streams = 8,
     queue: Queue = 64,
+    groups: Groups = None,
     context: Context = None,
     allow_host: AllowHost = None,
     allow_origin: AllowOrigin = None,
@@ -181,6 +193,7 @@ def _options(given: dict[str, Any]) -> Any:
         api_keys=options.read_keys(given["api_key_file"]),
         streams=given["streams"],
         queue=given["queue"],
+        groups=given["groups"],
         context=given["context"],
         allow_hosts=tuple(given["allow_host"] or ()),
         allow_origins=tuple(given["allow_origin"] or ()),

@@ -37,11 +37,11 @@ def text(serving: Serving, prompt: str = PROMPT, **changes: Any) -> str:
 
 
 def test_a_text_does_not_depend_on_company_cache_or_chunks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, beside others, with a warm cache, with a prompt in small parts, on one rank and on three."""
+    """Alone, beside others, with a warm cache, with a prompt in small parts, on one rank, three, and two stages."""
     how = {"model": str(path), "same_bits": True}
     found: set[str] = set()
-    for ranks in (1, 3):
-        with served(("float32",) * ranks, how=how, streams=8, context=256) as serving:
+    for ranks, stages in ((1, ()), (3, ()), (2, ((1, 1), (1, 1)))):
+        with served(("float32",) * ranks, how={**how, "stages": stages}, streams=8, context=256) as serving:
             found.add(text(serving))
             found.add(text(serving))  # the cache is warm
             with ThreadPoolExecutor(8) as pool:

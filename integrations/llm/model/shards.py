@@ -36,6 +36,8 @@ class Boundaries:
         nbytes_sent: bytes that this rank has sent to the next stage so far, headers included.
         before: the rank from which it receives; None where it receives from none.
         waited: seconds until that rank's streams had come, so far.
+        stage, stages: which stage this is, and how many there are.
+        in_background: a stream is still sent when a step returns; the next step waits for that.
     """
 
     sent: int = 0
@@ -43,6 +45,9 @@ class Boundaries:
     nbytes_sent: int = 0
     before: int | None = None
     waited: float = 0.0
+    stage: int = 0
+    stages: int = 1
+    in_background: bool = False
 
 
 @dataclass(frozen=True)

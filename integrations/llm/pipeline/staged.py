@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostring import Comm
+from hostring import Comm, Work
 from hostring.integrations.llm.model.cache import check_fit
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.local_model import LocalModel, Rows
@@ -58,7 +58,9 @@ class StagedForward:
         shares = self.inner.comm.world_size > 1 and not self.stage.is_first
         receives = self.inner.comm.rank == 0 and not self.stage.is_first
         before = self.stages.stages[self.stage.number - 1].ranks.start if receives else None
-        self.boundaries, self._width = Boundaries(width * sends, width * shares, before=before), width
+        place = self.stage.number, len(self.stages.layers)
+        self.boundaries, self._width = Boundaries(width * sends, width * shares, 0, before, 0.0, *place), width
+        self._sending: Work | None = None
         self._close_with_this(self.inner.comm)
 
     @property
@@ -73,7 +75,7 @@ class StagedForward:
 
     def move_to(self, comm: Comm) -> None:
         """See `Forward`. A collective of the new group."""
-        self.comm = comm
+        self.comm, self._sending = comm, None
         self._close_group()
         self.inner.move_to(stage_group(comm, self.stages))
         self._close_with_this(self.inner.comm)
@@ -115,16 +117,25 @@ class StagedForward:
         if self.inner.comm.rank == 0:
             clock = self.inner.reducer.clock
             clock.stop()
-            self.comm.send(stream.numpy() if stream.is_cpu else stream, self.stage.ranks.stop, BOUNDARY_TAG)
+            array = stream.numpy() if stream.is_cpu else stream
+            to, background = self.stage.ranks.stop, self.boundaries.in_background
+            self._sending = self.comm.send(array, to, BOUNDARY_TAG, async_op=background)
             self.boundaries.nbytes_sent += 4 * stream.numel() + HEADER_NBYTES
             clock.start()
 
     def _receive(self, n_rows: int) -> Stream | None:
-        """What the stage before sent, shape (rows, hidden); None at the first stage."""
-        if self.stage.is_first:
-            return None
-        clock, group = self.inner.reducer.clock, self.inner.comm
+        """What the stage before sent, shape (rows, hidden); None at the first stage. What this rank sent last is gone
+        then: the step computes in the same memory."""
+        clock = self.inner.reducer.clock
         clock.stop()
+        received = None if self.stage.is_first else self._received(n_rows)
+        if self._sending is not None:
+            self._sending.wait()
+        clock.start()
+        return received
+
+    def _received(self, n_rows: int) -> Stream:
+        group = self.inner.comm
         stream = np.empty((n_rows, self._width), np.float32)
         if group.rank == 0:
             begun = perf_counter()
@@ -132,7 +143,6 @@ class StagedForward:
             self.boundaries.waited += perf_counter() - begun
         if group.world_size > 1:
             group.broadcast(stream)
-        clock.start()
         return stream
 
 

@@ -13,9 +13,8 @@ import numpy.typing as npt
 
 from hostring import HostringError
 from hostring.integrations.llm.regroup import reason
-from hostring.integrations.llm.serve.rank_part import Brought
 from hostring.integrations.llm.serve.scheduler import Scheduler
-from hostring.integrations.llm.serve.steps import Admission, Plan
+from hostring.integrations.llm.serve.steps import Admission, Brought, Plan
 
 MAX_EVENTS = 100
 
@@ -72,8 +71,8 @@ class Head:
     def wait_for_work(self) -> None:
         self._scheduler.wait_for_work()
 
-    def decide(self, stacked: npt.NDArray[np.int32], plan: Plan, brought: list[Brought]) -> Plan:
-        return self._scheduler.decide(stacked, plan, brought)
+    def decide(self, stacked: npt.NDArray[np.int32], brought: list[Brought]) -> Plan:
+        return self._scheduler.decide(stacked, brought)
 
     def admissions(self) -> list[Admission]:
         return self._scheduler.admissions()

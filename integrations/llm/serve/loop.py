@@ -14,8 +14,15 @@ import numpy.typing as npt
 from hostring import Comm, HostringError
 from hostring.integrations.llm.regroup import recoverable, regrouped
 from hostring.integrations.llm.request import HEAD_RANK
-from hostring.integrations.llm.serve.rank_part import Brought, RankPart
-from hostring.integrations.llm.serve.steps import Admission, Plan, admissions_from_bytes, admissions_to_bytes
+from hostring.integrations.llm.serve.rank_part import RankPart
+from hostring.integrations.llm.serve.steps import (
+    Admission,
+    Brought,
+    Plan,
+    admissions_from_bytes,
+    admissions_to_bytes,
+    brought_of,
+)
 
 _LOAD_WAIT_S = 120.0  # how long ranks wait at least for those that still load: a short timeout is meant for steps
 
@@ -26,7 +33,7 @@ class Role(Protocol):
     def wait_for_work(self) -> None:
         """Until a step has something to do. Steps of the others wait in their decision meanwhile."""
 
-    def decide(self, stacked: npt.NDArray[np.int32], plan: Plan, brought: list[Brought]) -> Plan:
+    def decide(self, stacked: npt.NDArray[np.int32], brought: list[Brought]) -> Plan:
         """The next step, where this rank decides."""
 
     def admissions(self) -> list[Admission]:
@@ -83,16 +90,18 @@ class StepLoop:
 
     def _steps(self) -> None:
         part, role, plan = self._part, self._role, Plan()
+        window = part.window()
         is_head = part.comm.rank == HEAD_RANK
         while not plan.ends:
-            mine, brought = part.run(plan.rows)
-            if is_head and not plan.rows:
+            mine = part.run(window.mine, window.oldest)
+            if is_head and window.is_idle:
                 role.wait_for_work()
-            plan = _decided(part.comm, mine, partial(role.decide, plan=plan, brought=brought))
+            plan = _decided(part.comm, mine, partial(role.decide, brought=brought_of(window.oldest)))
             if plan.admits:
                 told = admissions_to_bytes(role.admissions()) if is_head else b""
                 for admission in admissions_from_bytes(part.comm.broadcast_bytes(told, root=HEAD_RANK)):
                     part.admit(admission)
+            window.push(part.prepare(plan.rows))
             if plan.reports:
                 reports = part.comm.gather_bytes(json.dumps(part.report()).encode())
                 if is_head:
@@ -105,7 +114,7 @@ class Follower:
     def wait_for_work(self) -> None:
         pass
 
-    def decide(self, stacked: npt.NDArray[np.int32], plan: Plan, brought: list[Brought]) -> Plan:
+    def decide(self, stacked: npt.NDArray[np.int32], brought: list[Brought]) -> Plan:
         raise AssertionError("only the head decides")
 
     def admissions(self) -> list[Admission]:

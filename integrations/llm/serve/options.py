@@ -25,6 +25,8 @@ class ServeOptions:
         context: positions of each KV cache; the model's own, but at most 4096, when None.
         allow_hosts: names by which clients may call this server, beside its own addresses.
         allow_origins: web pages of these origins may call it too.
+        groups: of the texts that are written, each of which passes another stage of a pipeline meanwhile; as many as
+            there are stages when None.
         step_limit_s: a prompt's part of one step is cut so that a step takes about so long, while others are written.
     """
 
@@ -38,11 +40,14 @@ class ServeOptions:
     context: int | None = None
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
+    groups: int | None = None
     step_limit_s: float = 0.2
 
     def __post_init__(self) -> None:
         if self.streams < 1 or self.queue < 0:
             raise ValueError(f"{self.streams} streams and a queue of {self.queue}: at least 1 and 0 are needed")
+        if self.groups is not None and self.groups < 1:
+            raise ValueError(f"{self.groups} groups of texts: at least 1 is needed")
         if self.host not in LOOPBACK and not self.api_keys:
             raise ValueError(
                 f"--host {self.host} lets other machines in; give --api-key-file, a file with one key per line, or "

@@ -23,7 +23,8 @@ from hostring.integrations.llm.model.sampling import local_candidates
 from hostring.integrations.llm.request import HEAD_RANK
 from hostring.integrations.llm.same_bits import promise
 from hostring.integrations.llm.serve.options import ServeOptions
-from hostring.integrations.llm.serve.steps import FROM_PROMPT, Admission, Row, plan_width
+from hostring.integrations.llm.serve.steps import FROM_PROMPT, Admission, Brought, Feed, Row, brought_of, plan_width
+from hostring.integrations.llm.serve.window import Step, StepWindow
 
 
 @dataclass
@@ -32,6 +33,7 @@ class _Slot:
 
     Attributes:
         ids: of the prompt, from the first that is not in the cache on. fed: how many of them have been fed since.
+        keep: positions of the cache that stay, before the first of them is fed; then None.
     """
 
     cache: Cache
@@ -39,15 +41,7 @@ class _Slot:
     fed: int = 0
     n_candidates: int = 1
     every: bool = False
-
-
-@dataclass(frozen=True)
-class Brought:
-    """Where the candidates of one sequence stand in what a rank brings to a decision."""
-
-    slot: int
-    start: int
-    count: int
+    keep: int | None = None
 
 
 class RankPart:
@@ -75,7 +69,7 @@ class RankPart:
 
     def _agreed(self, options: ServeOptions, comm: Comm, loaded: bool = False) -> ServeOptions:
         """`options` with what must be the same on all ranks: the head's limits, and one plan. A collective."""
-        limits = {"streams": options.streams, "context": options.context}
+        limits = {"streams": options.streams, "context": options.context, "groups": options.groups}
         told = json.loads(comm.broadcast_bytes(json.dumps(limits).encode(), root=HEAD_RANK))
         return replace(options, **told, job=plan_together(options.job, comm, self._device, loaded))
 
@@ -108,46 +102,65 @@ class RankPart:
         slot = self._slots.get(admission.slot)
         if slot is None:
             slot = self._slots[admission.slot] = _Slot(self.model.sharded.new_cache())
-        slot.cache.truncate(admission.keep)
-        slot.ids, slot.fed = admission.ids, 0
+        slot.keep, slot.ids, slot.fed = admission.keep, admission.ids, 0
         slot.n_candidates, slot.every = admission.n_candidates, admission.every
 
-    def run(self, rows: Sequence[Row]) -> tuple[npt.NDArray[np.int32], list[Brought]]:
-        """Compute a step's rows.
+    @property
+    def groups(self) -> int:
+        """Of texts, whose steps are under way at the same time: one for each stage, or as many as the head allows."""
+        stages = self.model.sharded.forward.boundaries.stages
+        return min(self._options.groups or stages, stages)
+
+    def window(self) -> StepWindow:
+        """For a loop of steps that begins."""
+        crossed = self.model.sharded.forward.boundaries
+        crossed.in_background = self.groups > 1
+        return StepWindow(self.groups, crossed.stage, crossed.stages)
+
+    def prepare(self, rows: Sequence[Row]) -> Step:
+        """What the rows of a step feed. To be called for each step as it is decided, before the next is."""
+        return tuple(self._feed(row) for row in rows)
+
+    def _feed(self, row: Row) -> Feed:
+        slot = self._slots[row.slot]
+        keep, slot.keep = slot.keep, None
+        if row.token != FROM_PROMPT:
+            return Feed(row.slot, (row.token,), slot.n_candidates, keep)
+        slot.fed += row.positions
+        chosen = slot.every or slot.fed == len(slot.ids)
+        ids = slot.ids[slot.fed - row.positions : slot.fed]
+        return Feed(row.slot, ids, slot.n_candidates if chosen else 0, keep)
+
+    def run(self, mine: Step, oldest: Step) -> npt.NDArray[np.int32]:
+        """Compute `mine`.
 
         Returns:
-            what this rank brings to the decision, and which parts of it belong to which sequence. All ranks bring as
-            much.
+            what this rank brings to the decision after `oldest`; see `brought_of`. All ranks bring as much.
         """
-        pieces: list[npt.NDArray[np.int32]] = []
-        brought: list[Brought] = []
-        start = 0
-        if rows:
-            for row, logits in zip(rows, self._logits(rows), strict=True):
-                slot = self._slots[row.slot]
-                if row.token != FROM_PROMPT or slot.every or slot.fed == len(slot.ids):
-                    pieces.append(self._candidates(logits, slot.n_candidates).ravel())
-                    brought.append(Brought(row.slot, start, slot.n_candidates))
-                    start += 2 * slot.n_candidates
-        found = np.zeros(max(start, plan_width(self._options.streams)), np.int32)
-        if pieces:
-            np.concatenate(pieces, out=found[:start])
-        return found, brought
+        logits = self._logits(mine) if mine else None
+        parts = brought_of(oldest)
+        used = parts[-1].start + 2 * parts[-1].count if parts else 0
+        found = np.zeros(max(used, plan_width(self._options.streams)), np.int32)
+        if logits is not None and mine is oldest:
+            chosen = [row for feed, row in zip(mine, logits, strict=True) if feed.n_candidates]
+            for part, row in zip(parts, chosen, strict=True):
+                found[part.start :][: 2 * part.count] = self._candidates(row, part.count).ravel()
+        else:
+            found[:used] = _nothing(parts)
+        return found
 
-    def _logits(self, rows: Sequence[Row]) -> Tensor:
+    def _logits(self, step: Step) -> Tensor:
         """This rank's logits of each row's last position, shape (rows, local vocabulary)."""
-        feeds = [(self._slots[row.slot].cache, self._tokens(row)) for row in rows]
+        feeds = []
+        for feed in step:
+            cache = self._slots[feed.slot].cache
+            if feed.keep is not None:
+                cache.truncate(feed.keep)
+            feeds.append((cache, feed.ids))
         if len(feeds) > 1:
             return self.model.sharded.step_rows(feeds)
         cache, tokens = feeds[0]
         return self.model.sharded.step(torch.tensor([tokens]), cache)
-
-    def _tokens(self, row: Row) -> Sequence[int]:
-        if row.token != FROM_PROMPT:
-            return (row.token,)
-        slot = self._slots[row.slot]
-        slot.fed += row.positions
-        return slot.ids[slot.fed - row.positions : slot.fed]
 
     def _candidates(self, logits: Tensor, n_candidates: int) -> npt.NDArray[np.int32]:
         unknown = self.model.rows_without_token
@@ -174,3 +187,11 @@ class RankPart:
 
 def _nbytes(cache: Cache) -> int:
     return int(getattr(cache, "nbytes", 0))
+
+
+def _nothing(parts: Sequence[Brought]) -> npt.NDArray[np.int32]:
+    """What a rank brings that has computed another step: candidates that stand for no token."""
+    found = [np.full((2, part.count), -1, np.int32) for part in parts]
+    for one in found:
+        one[0].view(np.float32).fill(-np.inf)
+    return np.concatenate([one.ravel() for one in found]) if found else np.empty(0, np.int32)

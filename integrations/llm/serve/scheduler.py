@@ -14,11 +14,11 @@ from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
 from hostring.integrations.llm.serve.choosing import Logits
 from hostring.integrations.llm.serve.options import ServeOptions
 from hostring.integrations.llm.serve.prefill import PrefillPace
-from hostring.integrations.llm.serve.rank_part import Brought
 from hostring.integrations.llm.serve.sequence import Sequence
 from hostring.integrations.llm.serve.slots import KvSlots
-from hostring.integrations.llm.serve.steps import FROM_PROMPT, Admission, Plan, Row
+from hostring.integrations.llm.serve.steps import FROM_PROMPT, Admission, Brought, Plan, Row
 from hostring.integrations.llm.serve.text_request import Broken, Deliver, TextRequest
+from hostring.integrations.llm.serve.under_way import UnderWay
 
 HEARTBEAT_S = 1.0  # between two steps while there is nothing to do, so that a rank that dies meanwhile is noticed
 REPORT_S = 1.0  # between two reports of all ranks
@@ -52,9 +52,14 @@ class Scheduler:
         why_not: why no request can be answered now; empty when they can.
         largest_shard: vocabulary rows of the rank that has most of them.
         max_seq: positions of each KV cache.
+
+    Args:
+        groups: of texts, whose steps are in a pipeline at the same time; see `StepWindow`.
     """
 
-    def __init__(self, options: ServeOptions, tokenizer: ChatTokenizer, largest_shard: int, max_seq: int) -> None:
+    def __init__(
+        self, options: ServeOptions, tokenizer: ChatTokenizer, largest_shard: int, max_seq: int, groups: int = 1
+    ) -> None:
         self.why_not = "the ranks are loading"
         self.totals = Totals()
         self.largest_shard, self.max_seq = largest_shard, max_seq
@@ -64,6 +69,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}  # by slot, in the order of admission
+        self._under_way = UnderWay(groups)
         self._admissions: list[Admission] = []
         self._reported = self._step_began = monotonic()
         self._ending = False
@@ -121,27 +127,29 @@ class Scheduler:
                 self._changed.wait_for(lambda: bool(self._waiting) or self._ending, HEARTBEAT_S)
         self._step_began = monotonic()
 
-    def decide(self, stacked: npt.NDArray[np.int32], plan: Plan, brought: list[Brought]) -> Plan:
-        """Take what the ranks brought after a step, and say what the next one does.
+    def decide(self, stacked: npt.NDArray[np.int32], brought: list[Brought]) -> Plan:
+        """Take what the ranks brought of the oldest step under way, and say what the next one does.
 
         Args:
             stacked: shape (world_size, numbers).
-            plan: of the step that has run.
         """
-        now = monotonic()
-        if plan.rows:
-            self.totals.steps += 1
-            self._pace.note(plan.rows, now - self._step_began)
+        now, slowest = monotonic(), self._under_way.largest
+        if slowest.rows:
+            self._pace.note(slowest.rows, now - self._step_began)
         self._step_began = now
+        done = self._under_way.end_of_oldest()
+        self.totals.steps += bool(done.rows)
         for part in brought:
             numbers = stacked[:, part.start : part.start + 2 * part.count]
-            self._accept(part.slot, Logits.of(numbers.reshape(len(stacked), 2, part.count)))
+            self._accept(done.sequences[part.slot], Logits.of(numbers.reshape(len(stacked), 2, part.count)))
         self._drop_cancelled()
         self._admit()
         reports = now - self._reported >= REPORT_S
         if reports:
             self._reported = now
-        return Plan(self._rows(), bool(self._admissions), reports, self._ending)
+        rows = self._rows()
+        self._under_way.issue(rows, self._running)
+        return Plan(rows, bool(self._admissions), reports, self._ending)
 
     def admissions(self) -> list[Admission]:
         """Those that the last plan announced."""
@@ -157,6 +165,7 @@ class Scheduler:
             self._count("broken")
             sequence.deliver(Broken(why))
         self._slots.forget()
+        self._under_way.forget()
 
     def refuse_all(self, why: str) -> None:
         """This is the end: nothing that runs or waits will be answered."""
@@ -164,9 +173,9 @@ class Scheduler:
         while self._waiting:
             self._waiting.popleft().deliver(Broken(why))
 
-    def _accept(self, slot: int, logits: Logits) -> None:
-        sequence = self._running.get(slot)
-        if sequence is None or sequence.cancelled:
+    def _accept(self, sequence: Sequence, logits: Logits) -> None:
+        sequence.awaited = False
+        if self._running.get(sequence.slot) is not sequence or sequence.cancelled:
             return
         before = len(sequence.tokens)
         goes_on = sequence.accept(logits)
@@ -210,11 +219,14 @@ class Scheduler:
                 self._admissions.append(Admission(slot, cached, rest, n_candidates, request.prompt_logprobs))
 
     def _rows(self) -> tuple[Row, ...]:
-        """One row for each text that is written, and as much of the prompts as the pace allows, the oldest first."""
+        """One row for each text of the group that has waited longest, and as much of the prompts as the pace allows,
+        the oldest first. Chunks of a prompt may follow each other through the stages."""
         writing = [s for s in self._running.values() if not s.prompt_left]
-        reading = [s for s in self._running.values() if s.prompt_left]
-        rows = [Row(s.slot, 1, s.tokens[-1]) for s in writing]
-        budget = self._pace.budget(len(writing))
+        ready = sorted((s for s in writing if not s.awaited), key=lambda s: s.turn)
+        group = ready[: self._under_way.group_size(len(writing))]
+        reading = [s for s in self._running.values() if s.prompt_left and not s.awaited]
+        rows = [Row(s.slot, 1, s.tokens[-1]) for s in group]
+        budget = min(self._pace.budget(len(group)), self._under_way.max_chunk)
         for sequence in reading:
             count = min(sequence.prompt_left, budget, 1 if sequence.request.prompt_logprobs else budget)
             if count < 1:

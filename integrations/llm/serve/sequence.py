@@ -28,13 +28,16 @@ class Sequence:
         slot: of its KV cache, once it has one. cached: positions that were in there.
         tokens: generated so far.
         fed: tokens of the prompt that are computed, the cached ones included.
+        awaited: a step is under way whose logits say how it goes on.
+        turn: when it was last part of a step, as a count.
     """
 
     def __init__(self, request: TextRequest, tokenizer: ChatTokenizer, deliver: Deliver) -> None:
         self.request, self.deliver = request, deliver
         self.cancelled = False
         self.slot = -1
-        self.cached = self.fed = 0
+        self.cached = self.fed = self.turn = 0
+        self.awaited = False
         self.tokens: list[int] = []
         self._eos_ids = frozenset() if request.ignore_eos else tokenizer.eos_ids
         self._chooser = Chooser(request)

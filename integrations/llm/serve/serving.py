@@ -60,7 +60,8 @@ def serve_rank(
         stack.callback(server.close)
         part = RankPart(options, comm, device)
         model = part.model
-        scheduler = Scheduler(options, model.tokenizer, max(model.sharded.plan.vocab), model.sharded.max_seq)
+        shard, max_seq = max(model.sharded.plan.vocab), model.sharded.max_seq
+        scheduler = Scheduler(options, model.tokenizer, shard, max_seq, part.groups)
         cluster = Cluster(comm.world_size)
         stack.callback(scheduler.refuse_all, "the server is shutting down")
         server.start(Service(options, scheduler, cluster, model.tokenizer, model.sharded.config.vocab_size))

@@ -58,6 +58,40 @@ class Plan:
         return Plan(found, bool(flags & _ADMITS), bool(flags & _REPORTS), bool(flags & _ENDS))
 
 
+class Feed(NamedTuple):
+    """A row with its tokens, as every rank knows it.
+
+    Attributes:
+        slot: of its KV cache. ids: the tokens.
+        n_candidates: logits that each rank brings for the choice after them; 0 where nothing is chosen.
+        keep: positions of the cache that stay, where the sequence has just taken the slot; else None.
+    """
+
+    slot: int
+    ids: Sequence[int]
+    n_candidates: int
+    keep: int | None = None
+
+
+@dataclass(frozen=True)
+class Brought:
+    """Where the candidates of one sequence stand in what a rank brings to a decision."""
+
+    slot: int
+    start: int
+    count: int
+
+
+def brought_of(feeds: Sequence[Feed]) -> list[Brought]:
+    """What the ranks bring of a step."""
+    found, start = [], 0
+    for feed in feeds:
+        if feed.n_candidates:
+            found.append(Brought(feed.slot, start, feed.n_candidates))
+            start += 2 * feed.n_candidates
+    return found
+
+
 def plan_width(streams: int) -> int:
     """Numbers that any plan fits in."""
     return _HEADER + 3 * streams
