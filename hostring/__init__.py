@@ -96,7 +96,8 @@ def init(
         order: rank, ring or tree, the declared fold order, part of the group's contract.
         wire: float32 (the default), bfloat16, mxint8 or mxfp4. What float32 arrays contribute to reductions is rounded
             to that, and travels in a half, a quarter (mxint8) or an eighth (mxfp4) of the bytes; the latter two have
-            blocks of 32 that share a power of two. It is still folded in float32. Part of the group's contract.
+            blocks of 32 that share a power of two. It is still folded in float32. mxint8-both and mxfp4-both round
+            the results of all-reduces as well, so that these travel in as few bytes. Part of the group's contract.
         transport: auto (shared memory within a host, TCP between hosts), tcp, unix, shm, or memory for ranks that are
             threads of one process.
         timeout: seconds for start-up, and for each operation unless it says otherwise. 120 by default.

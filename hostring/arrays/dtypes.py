@@ -43,8 +43,11 @@ IN_BLOCKS: Final[dict[DType, str]] = {MXINT8: "mxint8", MXFP4: "mxfp4"}
 _BLOCK_CODES: Final = {128: MXINT8, 129: MXFP4}
 PAYLOADS: Final[dict[int, DType]] = {**dict(enumerate(DTYPES)), **_BLOCK_CODES}
 PAYLOAD_CODES: Final[dict[DType, int]] = {dtype: code for code, dtype in PAYLOADS.items()}
-WIRES: Final[dict[str, DType]] = {"float32": FLOAT32, "bfloat16": BFLOAT16, "mxint8": MXINT8, "mxfp4": MXFP4}
-"""What a group may round float32 contributions to."""
+WIRES: Final[dict[str, DType]] = {
+    "float32": FLOAT32, "bfloat16": BFLOAT16, "mxint8": MXINT8, "mxfp4": MXFP4,
+    "mxint8-both": MXINT8, "mxfp4-both": MXFP4,
+}  # fmt: skip
+"""What a group may round float32 contributions to; with "-both", results of all-reduces as well."""
 
 # Looked up by value, because a copy of a dtype, such as `newbyteorder` makes, claims not to be built in.
 CARRIERS: Final = {dtype: dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}") for dtype in DTYPES}
@@ -85,6 +88,11 @@ def carrier(dtype: DType) -> DType:
 def unit_of(wire: str) -> int:
     """Elements of a float32 contribution that are rounded together, and must stay together."""
     return BLOCK if WIRES[wire] in IN_BLOCKS else 1
+
+
+def rounds_results(wire: str) -> bool:
+    """Whether results of all-reduces are rounded to the same blocks as contributions."""
+    return wire.endswith("-both")
 
 
 def nbytes_of(n_elements: int, payload: DType) -> int:

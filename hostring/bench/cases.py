@@ -78,7 +78,11 @@ class Case:
             if self.collective == "reduce_scatter":
                 return folded(rows, self.op, self.order, parts)[slice(*parts[rank])]
             in_blocks = wire.startswith("mx") and self.dtype.kind not in "biuc" and self.dtype.itemsize <= 4
-            return folded(rows, self.op, self.order, even(self.n_elements, n, BLOCK if in_blocks else 1))
+            blocks = even(self.n_elements, n, BLOCK if in_blocks else 1)
+            if self.collective == "all_reduce" and in_blocks and wire.endswith("-both") and n > 1:
+                wide = folded([row.astype(np.float32) for row in rows], self.op, self.order, blocks)
+                return rounded(wide, wire).astype(self.dtype)
+            return folded(rows, self.op, self.order, blocks)
         if self.collective == "broadcast":
             return self.input(root, seed)
         if self.collective == "send_recv":

@@ -126,6 +126,8 @@ def _compare(comm: Comm, n_elements: int) -> str:
     rows = contributions(comm.world_size, n_elements)
     got: Floats = comm.all_reduce(rows[comm.rank].copy())
     want = numpy_fold(np.stack([rounded(row, comm.wire) for row in rows]), comm.order, unit_of(comm.wire))
+    if comm.wire.endswith("-both"):
+        want = rounded(want, comm.wire)
     wrong = np.flatnonzero(got.view(np.uint32) != want.view(np.uint32))
     if not wrong.size:
         return ""

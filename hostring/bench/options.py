@@ -24,7 +24,7 @@ Topologies = Annotated[str, typer.Option(help="One or more of auto, mesh, ring, 
 Order = Annotated[str, typer.Option(help="Fold order: rank, ring or tree.")]
 Dtypes = Annotated[str, typer.Option(help="One or more dtypes.")]
 Ops = Annotated[str, typer.Option(help="One or more of sum, avg, min, max, prod, band, bor, bxor.")]
-Wires = Annotated[str, typer.Option(help="One or more of float32, bfloat16, mxint8, mxfp4.")]
+Wires = Annotated[str, typer.Option(help="One or more of float32, bfloat16, mxint8, mxfp4, mxint8-both, mxfp4-both.")]
 Transports = Annotated[str, typer.Option(help="One or more of auto, tcp, tls, unix, shm.")]
 ArrayLibrary = Annotated[str, typer.Option(help="Whose arrays hostring gets: numpy or torch.")]
 Peers = Annotated[str, typer.Option(help="Also measure this, in the same rounds: gloo.")]

@@ -65,6 +65,7 @@ def _floats(mixed: Array) -> Array:
 
 def rounded(row: Array, wire: str) -> Array:
     """A contribution as it is folded: float32 is rounded to a narrower wire."""
+    wire = wire.removesuffix("-both")
     if row.dtype != np.float32 or wire == "float32":
         return row
     if wire == "mxfp4":

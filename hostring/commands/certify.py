@@ -81,7 +81,10 @@ def certify(
     max_ranks: Annotated[int, typer.Option(min=2, help="Try every number of ranks from 2 to this.")] = 8,
     links: Annotated[bool, typer.Option(help="Run the same on loopback TCP and compare bits.")] = True,
     wire: Annotated[
-        str, typer.Option(help="What contributions are rounded to: float32 (not at all), bfloat16, mxint8 or mxfp4.")
+        str,
+        typer.Option(
+            help="What contributions are rounded to: float32 (not at all), bfloat16, mxint8[-both], mxfp4[-both]."
+        ),
     ] = "float32",
     max_units: Annotated[
         int, typer.Option(min=1, help="Also prove the order over units, for every split of up to so many units.")

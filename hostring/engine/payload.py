@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hostring.arrays.dtypes import BFLOAT16, BY_NAME, FLOAT16, DType, nbytes_of, wire_dtype
+from hostring.arrays.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, DType, nbytes_of, wire_dtype
+from hostring.engine.both_ways import in_halves, parts_of
 from hostring.engine.reductions import splits_blocks
 from hostring.engine.session import Session
 from hostring.topologies.schedule import Schedule, split_evenly
@@ -20,6 +21,8 @@ def expected_payload(session: Session, collective: str, n_elements: int, dtype: 
         return 0
     own = BY_NAME[dtype] if isinstance(dtype, str) else np.dtype(dtype)
     wire = wire_dtype(own)
+    if collective == "all_reduce" and wire == FLOAT32 and session.rounds_results and in_halves(session, n_elements):
+        return _in_halves(session, n_elements, session.travels_as(own))
     if collective == "all_reduce":
         result = own if own in (FLOAT16, BFLOAT16) and not session.rounds else wire
         schedule = session.planner.all_reduce_schedule(n_elements, wire)
@@ -52,6 +55,15 @@ def _steps(collective: str, n_elements: int, parts: Sequence[int], root: int) ->
     if collective not in steps:
         raise ValueError(f"collective={collective!r} is unknown; use all_reduce, {', '.join(steps)}")
     return steps[collective]
+
+
+def _in_halves(session: Session, n_elements: int, own: DType) -> int:
+    """Contributions to each rank's chunk, and the chunk's result to all."""
+    parts = parts_of(session, n_elements)
+    sizes = tuple(nbytes_of(n, session.travels_as(FLOAT32)) for n in parts)
+    contributed = session.planner.schedule("reduce_scatter", n_elements, parts, FLOAT32)
+    handed_out = session.planner.schedule("all_gather", sizes[session.rank], sizes, np.dtype(np.uint8))
+    return _payload(contributed, own, FLOAT32, FLOAT32) + handed_out.sent_elements()
 
 
 def _payload(schedule: Schedule, raw: DType, wire: DType, result: DType) -> int:

@@ -119,22 +119,28 @@ class Planner:
         return self._keep(key, lambda: self._all_reduce(n_elements, dtype, FLOAT32, op, None, detail))
 
     def reduction(
-        self, collective: str, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: Any
-    ) -> Program:
-        """A "reduce" to root `detail`, or a "reduce_scatter" into chunks of `detail` elements."""
+        self, collective: str, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: Any,
+        part_of: tuple[str, int] | None = None,
+    ) -> Program:  # fmt: skip
+        """A "reduce" to root `detail`, or a "reduce_scatter" into chunks of `detail` elements.
+
+        Args:
+            part_of: the collective that this is a part of, which frames name, and what else all ranks must agree on.
+        """
+        key = (collective, n_elements, dtype, op, raw, detail)
         return self._cached(
-            (collective, n_elements, dtype, op, raw, detail),
-            lambda: self._reduction(collective, n_elements, dtype, op, raw, detail),
+            key if part_of is None else (*key, part_of),
+            lambda: self._reduction(collective, n_elements, dtype, op, raw, detail, *(part_of or (collective, 0))),
         )
 
     def _reduction(
-        self, collective: str, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: Any
-    ) -> Program:
+        self, collective: str, n_elements: int, dtype: DType, op: str, raw: DType | None, detail: Any, name: str,
+        agreed: int,
+    ) -> Program:  # fmt: skip
         schedule = self.schedule(collective, n_elements, detail, dtype)
         code = self._choose(collective, n_elements, detail, dtype).code
-        call = Call(
-            collective, op, CODES[dtype], self._order, n_elements, _detail(collective, detail), code, self._epoch
-        )
+        common = _detail(collective, detail) ^ agreed
+        call = Call(name, op, CODES[dtype], self._order, n_elements, common, code, self._epoch)
         return self._bind(schedule, call, dtype, raw)
 
     def movement(

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from hostring.arrays import mxfp4, mxint8
 from hostring.arrays.adapter import Adapter
 from hostring.arrays.casting import cast, copy
 from hostring.arrays.dtypes import (
@@ -18,7 +17,6 @@ from hostring.arrays.dtypes import (
     BLOCK,
     FLOAT32,
     IN_BLOCKS,
-    MXFP4,
     Array,
     DType,
     carrier,
@@ -31,6 +29,7 @@ from hostring.arrays.fold import divide
 from hostring.arrays.staging import ADAPTERS, adapter_for
 from hostring.engine.arguments import check_out, check_rank, check_reduction, rows_of
 from hostring.engine.binding import Buffers
+from hostring.engine.both_ways import CODECS, BothWays
 from hostring.engine.counters import STAGE
 from hostring.engine.memory import NOTHING
 from hostring.engine.program import Direct, Program
@@ -47,15 +46,23 @@ class Reductions:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._programs, self._engine, self._control = session.planner.programs, session.engine, session.control
+        self._both_ways = BothWays(session) if session.rounds_results else None
 
     # ------------------------------------------------------------------ all_reduce
 
-    def all_reduce(self, x: Any, op: str, timeout: float | None, detail: int | None = None) -> Any:
-        """See `Comm.all_reduce`. `detail`: what else all ranks must agree on, see `Call`."""
+    def all_reduce(
+        self, x: Any, op: str, timeout: float | None, detail: int | None = None, residual: Array | None = None
+    ) -> Any:
+        """See `Comm.all_reduce`.
+
+        Args:
+            detail: what else all ranks must agree on, see `Call`. residual: where a wire that rounds results puts what
+                this rank's chunk has lost.
+        """
         started = perf_counter()
         adapter = ADAPTERS.get(type(x)) or adapter_for(x)
         view = adapter.view(x)
-        if view is not None and not (self._session.rounds and view.dtype == FLOAT32):
+        if view is not None and not (self._session.rounds and (view.dtype == FLOAT32 or self._both_ways)):
             program = self._programs.get((view.size, view.dtype, op, detail)) or self._plan(view, op, detail)
             if program is not None:
                 data = view if program.carried is None else view.view(program.carried)
@@ -68,11 +75,13 @@ class Reductions:
         if self._session.world_size == 1:
             self._session.run_alone("all_reduce")
             return x
+        if self._both_ways is not None and wire_dtype(dtype) == FLOAT32:
+            return self._all_reduce_both_ways(adapter, x, view, dtype, op, detail, timeout, started, residual)
         return self._staged_all_reduce(adapter, x, view, dtype, op, detail, timeout, started)
 
     def compensated(self, x: Any, op: str, timeout: float | None, feedback: Feedback) -> Any:
         """`all_reduce`, after `x` got back what the wire has cut off this rank's contributions before."""
-        session, adapter = self._session, adapter_for(x)
+        session, adapter, residual = self._session, adapter_for(x), None
         if op not in ("sum", "avg"):
             raise ValueError(f"all_reduce: feedback={feedback!r} makes up for rounded sums; op={op!r} has none")
         session.check_alive()
@@ -87,7 +96,7 @@ class Reductions:
                 np.subtract(wanted, rounded, out=residual)
             residual[~np.isfinite(residual)] = 0
             x = session.unstage(adapter, rounded, x, agreed=True)
-        return self.all_reduce(x, op, timeout)
+        return self.all_reduce(x, op, timeout, None, residual)
 
     def _plan(self, view: Array, op: str, detail: int | None) -> Program | None:
         """The program of a first call that works in the caller's memory; None where there is none."""
@@ -114,6 +123,24 @@ class Reductions:
         if data is view:
             return self._finish_in_place(data, x, op)
         return self._unstage(adapter, data, x, op, agreed=True)
+
+    def _all_reduce_both_ways(
+        self, adapter: Adapter, x: Any, view: Array | None, dtype: DType, op: str, detail: int | None,
+        timeout: float | None, started: float, residual: Array | None,
+    ) -> Any:  # fmt: skip
+        """An all-reduce whose result is rounded as well."""
+        both, own = self._both_ways, self._session.travels_as(dtype)
+        assert both is not None
+        if view is None:
+            detail = with_overlaps(detail, [adapter.overlap(x)])
+        data, raw = self._stage(adapter, x, view, FLOAT32, own, in_place=True)
+        if both.in_halves(data.size):
+            both.reduce(data, raw, own, op, detail, timeout, started, residual)
+        else:
+            program = self._session.planner.all_reduce(data.size, FLOAT32, op, None if raw is None else own, detail)
+            self._session.run(program, Buffers(data, NOTHING, raw), timeout, started)
+            both.finish(data, op, residual)
+        return x if data is view else self._unstage(adapter, data, x, "sum", agreed=True)
 
     def _run_direct(
         self, direct: Direct, data: Array, raw: Array | None, timeout: float | None, started: float
@@ -217,7 +244,7 @@ class Reductions:
         own = self._session.travels_as(FLOAT32)
         if own in IN_BLOCKS:
             payload = memory.staging(nbytes_of(data.size, own), _BYTE, after)
-            (mxfp4 if own == MXFP4 else mxint8).round_to_blocks(data, payload)
+            CODECS[own].round_to_blocks(data, payload)
             return payload
         raw = memory.staging(data.size, BFLOAT16, after)
         if data.size <= MAX_NUMPY_ROUNDED:

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any, Final
 
 from hostring.arrays.adapter import Adapter
-from hostring.arrays.dtypes import FLOAT32, WIRES, Array, DType
+from hostring.arrays.dtypes import FLOAT32, WIRES, Array, DType, rounds_results
 from hostring.arrays.overlaps import check_held
 from hostring.engine import fork
 from hostring.engine.binding import Buffers
@@ -49,13 +49,13 @@ class Session:
         counters, recorder: what was done. turns: the order of calls over all threads.
         seq: the number of the next call.
         closed: why no call is accepted any more, or None.
-        rounds: whether float32 contributions are rounded before they travel.
+        rounds: whether float32 contributions are rounded before they travel. rounds_results: and so are results.
     """
 
     def __init__(self, group: Group, *, topology: str, order: str, wire: str, timeout: float) -> None:
         self.group, self.rank, self.world_size = group, group.rank, group.world_size
         self.order, self.wire, self.topology, self.timeout = order, wire, topology, timeout
-        self.rounds, self._rounded_to = wire != "float32", WIRES[wire]
+        self.rounds, self._rounded_to, self.rounds_results = wire != "float32", WIRES[wire], rounds_results(wire)
         pipes = {peer: Pipe(link) for peer, link in group.data.items()}
         self.counters = Counters(pipes)
         self.tuner = Tuner(topology, order, group.world_size)
