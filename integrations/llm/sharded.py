@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +17,15 @@ from hostring.integrations.llm.model.audit import StreamAudit
 from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.exact_forward import ExactForward
 from hostring.integrations.llm.model.local_model import LocalModel
-from hostring.integrations.llm.model.qwen import Decoder, Embedding, Layer, inside
+from hostring.integrations.llm.model.qwen import (
+    AttentionWeights,
+    Decoder,
+    Embedding,
+    ExpertsWeights,
+    Layer,
+    inside,
+)
+from hostring.integrations.llm.model.regions import Experts, Region
 from hostring.integrations.llm.model.shards import WHOLE, Ends, ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -124,6 +133,46 @@ def parallelize(
     )
 
 
+@dataclass(frozen=True)
+class _Slices:
+    """What one rank reads of a checkpoint, by the names of the decoder's parameters."""
+
+    checkpoint: Checkpoint
+    parts: dict[str, tuple[TensorSlice, ...]]
+    dtype: torch.dtype
+    device: torch.device
+
+    def need(self, name: str) -> Tensor:
+        return _stack(self.checkpoint, self.parts[name]).to(self.device)
+
+    def load(self, name: str) -> Tensor | None:
+        return self.need(name) if name in self.parts else None
+
+    def frozen(self, name: str) -> nn.Parameter:
+        return nn.Parameter(self.need(name).float(), requires_grad=False)
+
+    def column(self, name: str) -> ColumnParallelLinear:
+        weight = self.need(f"{name}.weight").to(self.dtype)
+        return ColumnParallelLinear(weight, self.load(f"{name}.bias"), self.dtype)
+
+    def fill(self, side: nn.Module, name: str, region: Region, reducer: HiddenReducer | None) -> None:
+        """The first and the last matrix of `side`, which is called `name`."""
+        first, last = f"{name}.{region.first}", f"{name}.{region.last}"
+        setattr(side, region.first, self.column(first))
+        weight = self.need(f"{last}.weight").to(self.dtype)
+        setattr(side, region.last, RowParallelLinear(weight, self.load(f"{last}.bias"), self.dtype, reducer))
+
+    def fill_experts(self, side: ExpertsWeights, name: str, region: Experts, reducer: HiddenReducer) -> None:
+        """The router and the matrices of all experts, which sum over the ranks once, together."""
+        side.reducer = reducer
+        side.router.weight = self.frozen(f"{name}.router.weight")
+        for n, expert in enumerate(side.experts):
+            self.fill(expert, f"{name}.experts.{n}", region, None)
+        if side.shared is not None:
+            side.router.shared = self.frozen(f"{name}.router.shared")
+            self.fill(side.shared, f"{name}.shared", region, None)
+
+
 def _fill(
     decoder: Decoder,
     checkpoint: Checkpoint,
@@ -136,34 +185,26 @@ def _fill(
     ends: Ends,
 ) -> None:
     parts = slices_of_rank(checkpoint.config, plan, rank)
-
-    def load(name: str) -> Tensor | None:
-        return _stack(checkpoint, parts[name]).to(device) if name in parts else None
-
-    def need(name: str) -> Tensor:
-        return _stack(checkpoint, parts[name]).to(device)
-
-    def matrix(name: str) -> Tensor:
-        return _stack(checkpoint, parts[name]).to(device, dtype)
-
+    slices = _Slices(checkpoint, parts, dtype, device)
     decoder.embed = decoder.head = nn.Identity()
     if ends.embedding and replicate_embedding:
-        decoder.embed = _embedding(need("embed.weight"))
+        decoder.embed = _embedding(slices.need("embed.weight"))
     elif ends.embedding:
         decoder.embed = _split_embedding(checkpoint, parts["embed.weight"][0], plan.vocab_of(rank), device, reducer)
     for name, parameter in list(decoder.named_parameters()):
         if name.endswith("norm.weight") and parameter.is_meta:
-            owner = decoder.get_submodule(name.rpartition(".")[0])
-            owner.weight = nn.Parameter(need(name).float(), requires_grad=False)
+            decoder.get_submodule(name.rpartition(".")[0]).weight = slices.frozen(name)
     for i, layer in enumerate(cast(list[Layer], decoder.layers)):
         for region in layer.regions:
-            first, last = (f"layers.{i}.{region.side}.{name}" for name in (region.first, region.last))
-            column = ColumnParallelLinear(matrix(f"{first}.weight"), load(f"{first}.bias"), dtype)
-            row = RowParallelLinear(matrix(f"{last}.weight"), load(f"{last}.bias"), dtype, reducer)
-            setattr(layer.get_submodule(region.side), region.first, column)
-            setattr(layer.get_submodule(region.side), region.last, row)
+            side, name = layer.get_submodule(region.side), f"layers.{i}.{region.side}"
+            if isinstance(side, ExpertsWeights) and isinstance(region, Experts):
+                slices.fill_experts(side, name, region, reducer)
+                continue
+            slices.fill(side, name, region, reducer)
+            if isinstance(side, AttentionWeights) and f"{name}.q_others.weight" in parts:
+                side.others_proj = nn.ModuleList(slices.column(f"{name}.{n}_others") for n in "qk")
     if ends.head:
-        decoder.head = ParallelHead(matrix("head.weight"), plan.vocab_of(rank).start, dtype)
+        decoder.head = ParallelHead(slices.need("head.weight").to(dtype), plan.vocab_of(rank).start, dtype)
 
 
 def _stack(checkpoint: Checkpoint, parts: tuple[TensorSlice, ...]) -> Tensor:

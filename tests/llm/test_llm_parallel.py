@@ -239,7 +239,7 @@ def test_the_layers_are_the_whole_matrix(
         with torch.inference_mode():
             inputs, scratch = x[:1, mine].to(kind).float(), x[:1].to(kind)
             outputs = torch.empty(1, len(weight[mine]), dtype=kind)
-            bound = after(row.bind(inputs), reducer.row)
+            bound = after([*row.bind(inputs, reducer.row), reducer.reduce_row], reducer.row)
             return [
                 column(x).float(),
                 row(x[:, mine]),

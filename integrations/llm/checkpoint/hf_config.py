@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from hostring.integrations.llm.checkpoint.fields import Fields, naming
+from hostring.integrations.llm.checkpoint.hf_experts import experts_from_hf
 from hostring.integrations.llm.checkpoint.hf_quantisation import layout_from_hf
 from hostring.integrations.llm.checkpoint.hf_rope import rope_from_hf
 from hostring.integrations.llm.model.config import ARCHITECTURES, ModelConfig
 
 _SILU = ("silu", "swish")
-_MAY_HAVE_ATTENTION_BIAS = ("qwen3", "llama", "smollm3")
+_MAY_HAVE_ATTENTION_BIAS = ("qwen3", "llama", "smollm3", "qwen3_moe", "olmoe")
 _MAY_HAVE_MLP_BIAS = ("llama", "smollm3")
 
 # Fields that change nothing in a forward pass over text: names, training, and what `transformers` returns beside
@@ -53,27 +54,30 @@ def config_from_hf(source: object, values: Mapping[str, Any]) -> ModelConfig:
     _refuse_unsupported(fields, kind)
     heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     biased = kind in _MAY_HAVE_ATTENTION_BIAS and fields.flag("attention_bias")
-    theta, scaling = rope_from_hf(fields, 2e6 if kind == "smollm3" else 10000.0)
+    theta, scaling = rope_from_hf(fields, {"smollm3": 2e6, "mixtral": 1e6}.get(kind, 10000.0))
+    columns, experts = experts_from_hf(fields, kind)
     with naming(source):
         config = ModelConfig(
             vocab_size=fields.whole("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=fields.whole("intermediate_size"),
+            intermediate_size=columns,
             num_hidden_layers=fields.whole("num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=_kv_heads(fields, values, kind, heads),
             head_dim=_head_dim(fields, values, kind, hidden, heads),
             model_type=kind,
-            rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
+            rms_norm_eps=fields.real("rms_norm_eps", 1e-5 if kind in ("mixtral", "olmoe") else 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
             max_position_embeddings=fields.whole("max_position_embeddings", 2048),
-            qk_norm=kind == "qwen3",
-            qkv_bias=kind == "qwen2" or biased,
+            qk_norm=kind in ("qwen3", "qwen3_moe", "olmoe"),
+            qkv_bias=kind == "qwen2" or biased or (kind == "qwen2_moe" and fields.flag("qkv_bias", True)),
             o_bias=biased,
             mlp_bias=kind in _MAY_HAVE_MLP_BIAS and fields.flag("mlp_bias"),
             tie_word_embeddings=fields.flag("tie_word_embeddings", kind == "smollm3"),
             unrotated_layers=_unrotated_layers(fields) if kind == "smollm3" else (),
+            qk_norm_across=kind == "olmoe",
+            experts=experts,
         )
     fields.refuse_unknown(what="fields of config.json")
     return config
@@ -127,7 +131,7 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
         raise ValueError(
             f"{fields.source}: layer_types: layers of type {', '.join(odd)} are not supported; only full attention is"
         )
-    if kind in ("qwen3", "qwen2", "smollm3"):
+    if kind in ("qwen3", "qwen2", "smollm3", "qwen3_moe", "qwen2_moe"):
         fields.ignore(("sliding_window",))  # without use_sliding_window it has no effect
     else:
         _refuse_window(fields, "sliding_window", "max_position_embeddings")
@@ -136,8 +140,9 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
         fields.only(name, False)
     if kind not in _MAY_HAVE_MLP_BIAS:
         fields.only("mlp_bias", False)
-    if kind == "mistral":
+    if kind in ("mistral", "mixtral"):
         fields.only("attention_bias", False)
+    fields.only("clip_qkv")
     fields.only("cross_attention_hidden_size")
     fields.only("pruned_heads", {})
     fields.only("hidden_activation", *_SILU)

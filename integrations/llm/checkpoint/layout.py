@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from hostring.integrations.llm.model.config import ModelConfig
+from hostring.integrations.llm.model.config import Mixture, ModelConfig
 from hostring.integrations.llm.model.shards import ShardPlan
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -72,7 +72,8 @@ def slices_of_rank(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str,
     }
     for layer in range(config.num_hidden_layers):
         theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
-        for name, parts in {**_attention(config, plan, rank), **_mlp(config, plan, rank)}.items():
+        mlp = _mlp(config, plan, rank) if config.experts is None else _experts(config, config.experts, plan, rank)
+        for name, parts in {**_attention(config, plan, rank), **mlp}.items():
             found[ours + name] = tuple(TensorSlice(theirs + p.name, p.shape, p.rows, p.columns) for p in parts)
     return found
 
@@ -95,7 +96,19 @@ def _attention(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str, tup
         )
     if config.o_bias and rank == 0:
         found["attention.o_proj.bias"] = (_slice("self_attn.o_proj.bias", (hidden,)),)
-    if config.qk_norm:
+    if config.qk_norm_across:
+        for n, total, rows in qkv[:2]:
+            found[f"attention.{n}_norm.weight"] = (_slice(f"self_attn.{n}_norm.weight", (total,), rows),)
+            others = [part for part in (range(rows.start), range(rows.stop, total)) if part]
+            if others:
+                found[f"attention.{n}_others.weight"] = tuple(
+                    _slice(f"self_attn.{n}_proj.weight", (total, hidden), part) for part in others
+                )
+            if others and config.qkv_bias:
+                found[f"attention.{n}_others.bias"] = tuple(
+                    _slice(f"self_attn.{n}_proj.bias", (total,), part) for part in others
+                )
+    elif config.qk_norm:
         for n in "qk":
             found[f"attention.{n}_norm.weight"] = (_slice(f"self_attn.{n}_norm.weight", (dim,)),)
     return found
@@ -115,3 +128,34 @@ def _mlp(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str, tuple[Ten
         if rank == 0:
             found["mlp.down_proj.bias"] = (_slice("mlp.down_proj.bias", (hidden,)),)
     return found
+
+
+_EXPERT_NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
+"""How a model type calls the experts, and gate, up and down of each, where it isn't as Qwen does."""
+
+
+def _experts(config: ModelConfig, mixture: Mixture, plan: ShardPlan, rank: int) -> dict[str, tuple[TensorSlice, ...]]:
+    usual = "mlp", "gate_proj", "up_proj", "down_proj"
+    home, *matrices = _EXPERT_NAMES.get(config.model_type, usual)
+    hidden, columns = config.hidden_size, plan.columns_of(rank)
+    found: dict[str, tuple[TensorSlice, ...]] = {
+        "post_norm.weight": (_slice("post_attention_layernorm.weight", (hidden,)),),
+        "mlp.router.weight": (_slice(f"{home}.gate.weight", (mixture.count, hidden)),),
+    }
+    for n in range(mixture.count):
+        names = [f"{home}.experts.{n}.{name}.weight" for name in matrices]
+        found |= _gated(f"mlp.experts.{n}", names, config.intermediate_size, columns, hidden)
+    if mine := plan.shared_columns_of(config, rank):
+        found["mlp.router.shared"] = (_slice("mlp.shared_expert_gate.weight", (1, hidden)),)
+        names = [f"mlp.shared_expert.{name}.weight" for name in usual[1:]]
+        found |= _gated("mlp.shared", names, mixture.shared_columns, mine, hidden)
+    return found
+
+
+def _gated(ours: str, names: list[str], total: int, columns: range, hidden: int) -> dict[str, tuple[TensorSlice, ...]]:
+    """Gate, up and down of one MLP, called `ours`."""
+    gate, up, down = names
+    return {
+        f"{ours}.gate_up_proj.weight": tuple(_slice(name, (total, hidden), columns) for name in (gate, up)),
+        f"{ours}.down_proj.weight": (_slice(down, (hidden, total), columns=columns),),
+    }

@@ -13,6 +13,10 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
 }
 """Model types that this decoder covers, and their classes in `transformers`."""
 
@@ -31,13 +35,38 @@ _PLAIN_FIELDS = (
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """The experts of every layer: each token uses some of them.
+
+    Attributes:
+        count, used: experts of a layer, and those that a token uses.
+        normalised: the weights of those that are used add up to 1 (before `scale`).
+        scale: of the weights.
+        shared_columns: FFN columns of the expert that every token uses besides; 0 where there is none.
+    """
+
+    count: int
+    used: int
+    normalised: bool = True
+    scale: float = 1.0
+    shared_columns: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.used <= self.count:
+            raise ValueError(f"a token can't use {self.used} of {self.count} experts")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shapes and options of one decoder, under the names that HF's `config.json` uses.
 
     A rank that holds a shard builds its part from the same class with fewer heads and columns.
 
     Attributes:
+        intermediate_size: FFN columns; of each expert, where there are experts.
+        qk_norm_across: queries are normalised over all heads together, and so are keys.
         unrotated_layers: which layers don't turn queries and keys to their positions.
+        experts: None where every layer has one MLP.
     """
 
     vocab_size: int
@@ -58,6 +87,8 @@ class ModelConfig:
     mlp_bias: bool = False
     tie_word_embeddings: bool = True
     unrotated_layers: tuple[int, ...] = ()
+    qk_norm_across: bool = False
+    experts: Mixture | None = None
 
     def __post_init__(self) -> None:
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
@@ -82,6 +113,8 @@ class ModelConfig:
         """The fields of a HF `config.json` that describes this model."""
         if self.rope_scaling.kind != "none":
             raise ValueError(f"writing rope scaling {self.rope_scaling.kind!r} to config.json is not supported")
+        if self.experts is not None:
+            raise ValueError("writing the experts of a model to config.json is not supported")
         fields: dict[str, Any] = {
             "architectures": [ARCHITECTURES[self.model_type]],
             "model_type": self.model_type,

@@ -4,13 +4,15 @@ compilable."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hostring.integrations.llm.model.cache import KVSlot
-from hostring.integrations.llm.model.regions import Attention, GatedMlp, Region
+from hostring.integrations.llm.model.experts import Gated, gate_experts, mix
+from hostring.integrations.llm.model.regions import Attention, Experts, GatedMlp, Region
 
 Rope = tuple[Tensor, Tensor]
 
@@ -44,6 +46,10 @@ class Eager:
         q, k, v = _by_head(heads, region).float().split_with_sizes((region.heads, region.kv_heads, region.kv_heads), 2)
         return torch.cat((side.q_norm(q), side.k_norm(k), v), 2)
 
+    def norm_across(self, heads: Tensor, x: Tensor, region: Attention) -> Tensor:
+        """See `norm_heads`."""
+        return norm_across(getattr(self.layer, region.side), heads, x, region)
+
     def turn(self, heads: Tensor, region: Attention) -> Tensor:
         """Shape (batch, seq, heads + 2 kv_heads, head_dim), rounded to the dtype of the weights."""
         turned = rotate(_by_head(heads, region), self.rope) if region.rotates else _by_head(heads, region)
@@ -70,10 +76,45 @@ class Eager:
         gate, up = gate_up.split_with_sizes((region.columns, region.columns), -1)
         return F.silu(gate) * up
 
-    def add_sum(self, h: Tensor, x: Tensor, region: Region) -> Tensor:
+    def route(self, h: Tensor, x: Tensor, region: Experts) -> Any:
+        """`Routes` of all rows."""
+        return getattr(self.layer, region.side).router(h, x, getattr(self.layer, region.norm))
+
+    def gate_experts(self, x: Tensor, routes: Any, region: Experts) -> Any:
+        """`Gated` of all rows."""
+        return gate_experts(getattr(self.layer, region.side), x, routes)
+
+    def add_sum(self, h: Tensor, x: Any, region: Region) -> Tensor:
         """Shape (batch, seq, hidden), f32."""
+        if isinstance(x, Gated):
+            side = getattr(self.layer, region.side)
+            total = mix(side, x)
+            summed: Tensor = total if side.reducer is None else side.reducer(total)
+            return h + summed
         added: Tensor = getattr(getattr(self.layer, region.side), region.last)(x)
         return h + added.float()
+
+
+def norm_across(side: Any, heads: Tensor, x: Tensor, region: Attention) -> Tensor:
+    """RMSNorm of all queries of a token together, and of all keys. The squares of those that other ranks hold are
+    computed here a second time.
+
+    Args:
+        side: weights of the region. heads: shape (..., (heads + 2 kv_heads) * head_dim). x: shape (..., hidden).
+
+    Returns:
+        shape (..., heads + 2 kv_heads, head_dim), f32.
+    """
+    widths = [n * region.head_dim for n in (region.heads, region.kv_heads, region.kv_heads)]
+    *turning, v = heads.float().split_with_sizes(widths, -1)
+    found = []
+    for own, norm, others in zip(turning, (side.q_norm, side.k_norm), side.others_proj or (None, None), strict=True):
+        squares, width = own.square().sum(-1, keepdim=True), own.shape[-1]
+        if others is not None:
+            more = others(x).float()
+            squares, width = squares + more.square().sum(-1, keepdim=True), width + more.shape[-1]
+        found.append(own * (squares / width + norm.eps).rsqrt() * norm.weight)
+    return torch.cat((*found, v), -1).view(*heads.shape[:-1], -1, region.head_dim)
 
 
 def _by_head(heads: Tensor, region: Attention) -> Tensor:

@@ -9,7 +9,7 @@ Nothing is allocated but what attention returns. The matrices are those of the l
 from __future__ import annotations
 
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hostring.integrations.llm.model.cache import KVCache, KVSlot
-from hostring.integrations.llm.model.qwen import Decoder, Layer, RMSNorm
-from hostring.integrations.llm.model.regions import Attention, GatedMlp, Region
+from hostring.integrations.llm.model.eager import norm_across
+from hostring.integrations.llm.model.one_row_experts import RowExperts, gate_call
+from hostring.integrations.llm.model.qwen import Decoder, ExpertsWeights, Layer, RMSNorm
+from hostring.integrations.llm.model.regions import Attention, Experts, GatedMlp, Region
+from hostring.integrations.llm.model.row_buffers import RowBuffers
 from hostring.integrations.llm.model.tensor_parallel import (
     Call,
     ColumnParallelLinear,
@@ -31,37 +34,19 @@ from hostring.integrations.llm.model.tensor_parallel import (
 Array = npt.NDArray[np.float32]
 
 
-class _Buffers:
-    """What calls read and write: the stream, the tables of this step's position, and scratch that all layers share.
-
-    Attributes:
-        h: the residual stream, shape (1, hidden). x: h after a norm.
-        tables: cosines and signed sines of this step's position, shape (1, (heads + 2 kv_heads) * head_dim) each.
-        slots: of this step's position, by layer.
-    """
-
-    def __init__(self, hidden_size: int, table_width: int) -> None:
-        self.h, self.x = torch.empty(1, hidden_size), torch.empty(1, hidden_size)
-        self.tables = torch.empty(1, table_width), torch.empty(1, table_width)
-        self.slots: list[KVSlot] = []
-        self._named: dict[tuple[str, int, torch.dtype], Tensor] = {}
-
-    def of(self, name: str, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The row of this name and width, shape (1, width): the same one for every layer."""
-        key = (name, width, dtype)
-        return self._named.setdefault(key, torch.zeros(1, width, dtype=dtype))
-
-
 class _Bound:
     """See `Operations`: each notes calls, and returns the buffer in which they leave their result.
 
     Args:
         layer: whose weights are bound; `number` is its slot.
         calls: where calls are noted.
+        reducer: sums over the ranks.
     """
 
-    def __init__(self, layer: Layer, number: int, buffers: _Buffers, calls: list[Call]) -> None:
-        self.layer, self.number, self.buffers, self.calls = layer, number, buffers, calls
+    def __init__(
+        self, layer: Layer, number: int, buffers: RowBuffers, calls: list[Call], reducer: HiddenReducer
+    ) -> None:
+        self.layer, self.number, self.buffers, self.calls, self.reducer = layer, number, buffers, calls, reducer
 
     def norm(self, h: Tensor, region: Region) -> Tensor:
         self.calls.append(_norm(h, getattr(self.layer, region.norm), self.buffers.x))
@@ -74,16 +59,26 @@ class _Bound:
         return y
 
     def norm_heads(self, heads: Tensor, region: Attention) -> Tensor:
-        heads = self._widened(heads)
+        heads = self.buffers.widened(heads, self.calls)
         self.calls.append(_norm_of_heads(heads, getattr(self.layer, region.side), region))
         return heads
 
+    def norm_across(self, heads: Tensor, x: Tensor, region: Attention) -> Tensor:
+        normed = self.buffers.of("normed across", heads.shape[1])
+        side = getattr(self.layer, region.side)
+
+        def apply() -> None:
+            normed.copy_(norm_across(side, heads, x, region).flatten(1))
+
+        self.calls.append(apply)
+        return normed
+
     def turn(self, heads: Tensor, region: Attention) -> Tensor:
-        heads = turned = self._widened(heads)
+        heads = turned = self.buffers.widened(heads, self.calls)
         if region.rotates:
             turned = self.buffers.of("turned", heads.shape[1])
             self.calls.append(_turn(heads, turned, *self.buffers.tables, region.head_dim))
-        self._round(turned, self._first(region).weight.dtype)
+        self.buffers.round(turned, self._first(region).weight.dtype, self.calls)
         return turned
 
     def attend(self, heads: Tensor, region: Attention) -> Tensor:
@@ -93,33 +88,32 @@ class _Bound:
 
     def gate(self, gate_up: Tensor, region: GatedMlp) -> Tensor:
         gated = self.buffers.of("gated", region.columns, gate_up.dtype)
-        self.calls.append(_gate(gate_up, gated, region))
+        self.calls.append(gate_call(gate_up, gated))
         return gated
 
-    def add_sum(self, h: Tensor, x: Tensor, region: Region) -> Tensor:
-        matrix = cast(RowParallelLinear, getattr(getattr(self.layer, region.side), region.last))
-        self._round(x, matrix.dtype)
-        total, added = h.numpy()[0], matrix.reducer.row.numpy()[0]
+    def route(self, h: Tensor, x: Tensor, region: Experts) -> Any:
+        side = cast(ExpertsWeights, getattr(self.layer, region.side))
+        experts = RowExperts(side, getattr(self.layer, region.norm), h, x, self.buffers)
+        self.calls.append(experts.route)
+        return experts
+
+    def gate_experts(self, x: Tensor, routes: Any, region: Experts) -> Any:
+        return routes
+
+    def add_sum(self, h: Tensor, x: Any, region: Region) -> Tensor:
+        total, added = h.numpy()[0], self.reducer.row.numpy()[0]
+        if isinstance(x, RowExperts):
+            self.calls.append(partial(x.mix_into, added))
+        else:
+            matrix = cast(RowParallelLinear, getattr(getattr(self.layer, region.side), region.last))
+            self.buffers.round(x, matrix.dtype, self.calls)
+            self.calls += matrix.bind(self.buffers.widened(x, self.calls), self.reducer.row)
         # Products summed directly onto h would lose low bits, because h is larger.
-        self.calls += [*matrix.bind(self._widened(x)), partial(np.add, total, added, out=total)]
+        self.calls += [self.reducer.reduce_row, partial(np.add, total, added, out=total)]
         return h
 
     def _first(self, region: Region) -> ColumnParallelLinear:
         return cast(ColumnParallelLinear, getattr(getattr(self.layer, region.side), region.first))
-
-    def _widened(self, x: Tensor) -> Tensor:
-        """x in f32."""
-        if x.dtype == torch.float32:
-            return x
-        wide = self.buffers.of("widened", x.shape[1])
-        self.calls.append(partial(wide.copy_, x))
-        return wide
-
-    def _round(self, x: Tensor, dtype: torch.dtype) -> None:
-        """Leave in x what is left of its values in `dtype`."""
-        if x.dtype != dtype:
-            rounded = self.buffers.of("rounded", x.shape[1], dtype)
-            self.calls += [partial(rounded.copy_, x), partial(x.copy_, rounded)]
 
 
 def _norm(h: Tensor, norm: RMSNorm, x: Tensor) -> Call:
@@ -181,21 +175,6 @@ def _attend(heads: Tensor, attended: Tensor, slots: list[KVSlot], number: int, r
     return apply
 
 
-def _gate(gate_up: Tensor, gated: Tensor, region: GatedMlp) -> Call:
-    """A call that writes silu(gate) * up into `gated`, in their dtype."""
-    gate, up = gate_up.split_with_sizes((region.columns, region.columns), 1)
-    if gate.dtype == torch.float32:
-        multiply = partial(np.multiply, gate.numpy(), up.numpy(), out=gated.numpy())
-    else:
-        multiply = partial(torch.mul, gate, up, out=gated)
-
-    def apply() -> None:
-        F.silu(gate, inplace=True)
-        multiply()
-
-    return apply
-
-
 class OneRow:
     """`Decoder.forward(token, cache, last_only=True)` for one token of one sequence.
 
@@ -210,11 +189,11 @@ class OneRow:
         self.decoder = decoder
         rotary = decoder.rotary
         table_width = (rotary.turning + rotary.fixed) * rotary.cos.shape[1]
-        self._buffers = buffers = _Buffers(reducer.row.shape[1], table_width)
+        self._buffers = buffers = RowBuffers(reducer.row.shape[1], table_width)
         self._layers: list[Call] = []
         h = buffers.h
         for number, layer in enumerate(cast(list[Layer], decoder.layers)):
-            ops = _Bound(layer, number, buffers, self._layers)
+            ops = _Bound(layer, number, buffers, self._layers, reducer)
             for region in layer.regions:
                 h = region.run(ops, h)
         self._stream = h[None]

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from hostring.integrations.llm.model.cache import KVCache, KVSlot
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.eager import Eager, Rope
-from hostring.integrations.llm.model.regions import Attention, GatedMlp, Region, layers_of
+from hostring.integrations.llm.model.regions import Attention, Experts, GatedMlp, Region, layers_of
 from hostring.integrations.llm.model.rope import rotary_frequencies
+from hostring.integrations.llm.model.routing import Router
 
 MAX_NARROW_ROWS = 5  # that a CPU multiplies one by one in 16 bits: 42 ms each through SmolLM2, where widening takes 220
 
@@ -123,15 +124,20 @@ class Rotary(nn.Module):
 
 
 class AttentionWeights(nn.Module):
-    """Those of an attention region: q, k and v as one matrix, the output projection, and the norms of heads."""
+    """Those of an attention region: q, k and v as one matrix, the output projection, and the norms of heads.
+
+    Where a norm is over all heads, `others_proj` has the queries' rows that other ranks compute, then the keys': the
+    norm needs their squares, and computing them here saves a message.
+    """
 
     def __init__(self, config: ModelConfig, region: Attention) -> None:
         super().__init__()
         rows = (region.heads + 2 * region.kv_heads) * region.head_dim
         self.qkv_proj: nn.Module = Linear(config.hidden_size, rows, config.qkv_bias)
         self.o_proj: nn.Module = Linear(region.heads * region.head_dim, config.hidden_size, config.o_bias)
-        self.q_norm = RMSNorm(region.head_dim, config.rms_norm_eps) if region.qk_norm else None
-        self.k_norm = RMSNorm(region.head_dim, config.rms_norm_eps) if region.qk_norm else None
+        norms = [(heads if region.across else 1) * region.head_dim for heads in (region.heads, region.kv_heads)]
+        self.q_norm, self.k_norm = (RMSNorm(width, config.rms_norm_eps) if region.qk_norm else None for width in norms)
+        self.others_proj: nn.ModuleList | None = None
 
 
 class GatedMlpWeights(nn.Module):
@@ -143,9 +149,32 @@ class GatedMlpWeights(nn.Module):
         self.down_proj: nn.Module = Linear(region.columns, config.hidden_size, config.mlp_bias)
 
 
+class ExpertsWeights(nn.Module):
+    """Those of a region of experts.
+
+    Attributes:
+        reducer: sums what the experts of this rank give over all ranks; None in a decoder that is on one rank.
+    """
+
+    reducer: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, config: ModelConfig, region: Experts) -> None:
+        super().__init__()
+        mixture, one = region.mixture, GatedMlp(region.columns)
+        self.router = Router(config.hidden_size, mixture)
+        self.experts = nn.ModuleList(GatedMlpWeights(config, one) for _ in range(mixture.count))
+        self.shared: nn.Module | None = None
+        if mixture.shared_columns:
+            self.shared = GatedMlpWeights(config, GatedMlp(mixture.shared_columns))
+
+
+HELD = {Attention: AttentionWeights, GatedMlp: GatedMlpWeights, Experts: ExpertsWeights}
+
+
 def inside(region: Region, ops: Eager, h: Tensor) -> Tensor:
     """What lies between two sums: what torch may compile. One function for all layers, so that it does so once."""
-    return region.inside(ops, h)
+    found: Tensor = region.inside(ops, h)
+    return found
 
 
 class Layer(nn.Module):
@@ -162,15 +191,15 @@ class Layer(nn.Module):
         self.regions = tuple(regions)
         for region in self.regions:
             self.add_module(region.norm, RMSNorm(config.hidden_size, config.rms_norm_eps))
-            held = AttentionWeights if isinstance(region, Attention) else GatedMlpWeights
-            self.add_module(region.side, held(config, region))  # type: ignore[arg-type]  # of its own kind
+            self.add_module(region.side, HELD[type(region)](config, region))
 
     def forward(self, h: Tensor, rope: Rope, slots: Sequence[KVSlot] | None) -> Tensor:
         ops = Eager(self, rope, slots)
         # Steps of several sequences aren't compiled: a peer would wait for the compiler at each new shape.
         several = slots is not None and len(slots) > 1
-        between = inside if self.compiled is None or several else self.compiled
         for region in self.regions:
+            # Which experts run is known in each step alone.
+            between = inside if several or isinstance(region, Experts) else self.compiled or inside
             h = ops.add_sum(h, between(region, ops, h), region)
         return h
 

@@ -164,6 +164,13 @@ class ShardPlan:
         """FFN columns of `rank`."""
         return _range(self.columns, rank)
 
+    def shared_columns_of(self, config: ModelConfig, rank: int) -> range:
+        """Columns of the shared expert of `rank`: the same part as of every other expert, as far as whole columns
+        allow."""
+        total, mine = 0 if config.experts is None else config.experts.shared_columns, self.columns_of(rank)
+        start, stop = (total * end // max(1, config.intermediate_size) for end in (mine.start, mine.stop))
+        return range(start, stop)
+
     def vocab_of(self, rank: int) -> range:
         """Vocabulary rows of `rank`."""
         return _range(self.vocab, rank)
@@ -171,18 +178,28 @@ class ShardPlan:
     def local_config(self, config: ModelConfig, rank: int) -> ModelConfig:
         """The shapes of the part that `rank` holds. The vocabulary stays whole: it is that of the embedding."""
         heads, groups = self.attention_of(config, rank)
+        shared = self.shared_columns_of(config, rank)
         return replace(
             config,
             num_key_value_heads=len(groups),
             num_attention_heads=len(heads),
             intermediate_size=self.columns[rank],
+            experts=None if config.experts is None else replace(config.experts, shared_columns=len(shared)),
         )
 
     def n_elements(self, config: ModelConfig, rank: int) -> int:
         """Matrix elements that `rank` reads for one token: layers and its part of the head."""
         heads, groups = self.attention_of(config, rank)
         attention = 2 * config.hidden_size * config.head_dim * (len(heads) + len(groups))
-        layer = attention + self.columns[rank] * ffn_column_elements(config)
+        if (mixture := config.experts) is None:
+            mlp = self.columns[rank] * ffn_column_elements(config)
+        else:
+            used = mixture.used * self.columns[rank] + len(self.shared_columns_of(config, rank))
+            mlp = config.hidden_size * (3 * used + mixture.count)
+        if config.qk_norm_across:  # which needs the squares of all queries and keys
+            others = config.num_attention_heads - len(heads) + config.num_key_value_heads - len(groups)
+            attention += config.hidden_size * config.head_dim * others
+        layer = attention + mlp
         return config.num_hidden_layers * layer + self.vocab[rank] * config.hidden_size
 
     def describe(self, config: ModelConfig) -> str:
@@ -199,8 +216,8 @@ class ShardPlan:
 
 
 def ffn_column_elements(config: ModelConfig) -> int:
-    """Matrix elements of one FFN column in one layer: gate, up and down."""
-    return 3 * config.hidden_size
+    """Matrix elements of one FFN column in one layer: gate, up and down; of all experts, where there are some."""
+    return 3 * config.hidden_size * (1 if config.experts is None else config.experts.count)
 
 
 def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:

@@ -163,10 +163,10 @@ class RowParallelLinear(nn.Module):
         weight: this rank's columns, shape (outputs, local inputs), on the device that is to multiply.
         bias: on one rank only; it enters the sum once.
         dtype: what this rank computes in.
-        reducer: sums over the ranks.
+        reducer: sums over the ranks; None where the caller adds several of these up before.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, reducer: HiddenReducer) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, reducer: HiddenReducer | None) -> None:
         super().__init__()
         self.dtype = dtype
         rounded = weight.to(dtype)
@@ -175,11 +175,15 @@ class RowParallelLinear(nn.Module):
         self.reducer = reducer
 
     def forward(self, x: Tensor) -> Tensor:
+        total = self._partial(x)  # (..., outputs)
+        return total if self.reducer is None else self.reducer(total)
+
+    def _partial(self, x: Tensor) -> Tensor:
         if self.weight.dtype != torch.float32:
-            return self.reducer(self._summed_wide(x.to(self.dtype)))
+            return self._summed_wide(x.to(self.dtype))
         if self.dtype != torch.float32:
             x = x.to(self.dtype).float()
-        return self.reducer(F.linear(x, self.weight, self.bias))  # (..., outputs)
+        return F.linear(x, self.weight, self.bias)
 
     def _summed_wide(self, x: Tensor) -> Tensor:
         """x Wᵀ + b in f32, of 16-bit x and W, shape (..., outputs)."""
@@ -188,10 +192,10 @@ class RowParallelLinear(nn.Module):
             sums += self.bias
         return sums.view(*x.shape[:-1], -1)
 
-    def bind(self, x: Tensor) -> list[Call]:
-        """Calls that write `forward(x)` of one row into the row of the reducer. x: (1, inputs), f32 values rounded to
-        the dtype."""
-        return [*_bound(x, self.weight, self.bias, self.reducer.row), self.reducer.reduce_row]
+    def bind(self, x: Tensor, y: Tensor) -> list[Call]:
+        """Calls that write this rank's partial sum of one row into y. x: (1, inputs), f32 values rounded to the dtype.
+        y: (1, outputs), f32."""
+        return _bound(x, self.weight, self.bias, y)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 
 from hostring.integrations.llm.checkpoint.gguf_config import INTERLEAVED
 from hostring.integrations.llm.model.config import ModelConfig
-from hostring.integrations.llm.model.regions import Attention, GatedMlp, Region
+from hostring.integrations.llm.model.regions import Attention, Experts, GatedMlp, Region
 from hostring.integrations.llm.packed.cached import CachedRows
 from hostring.integrations.llm.packed.exchange import Exchange, SequenceRows
 from hostring.integrations.llm.packed.graph import Graph
@@ -197,6 +197,15 @@ class LayerGraphs:
 
     def gate(self, gate_up: Any, region: GatedMlp) -> Any:
         return self.ggml.swiglu_split(self.context, *gate_up)
+
+    def norm_across(self, heads: Any, x: Any, region: Attention) -> Any:
+        raise NotImplementedError("norms over all heads are refused before graphs are made")
+
+    def route(self, h: Any, x: Any, region: Experts) -> Any:
+        raise NotImplementedError("experts are refused before graphs are made")
+
+    def gate_experts(self, x: Any, routes: Any, region: Experts) -> Any:
+        raise NotImplementedError("experts are refused before graphs are made")
 
     def add_sum(self, h: Any, x: Any, region: Region) -> Any:
         """The graph ends with this rank's slots: products of its units, folded to subtrees.

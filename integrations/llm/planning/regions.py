@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hostring.integrations.llm.model.config import ModelConfig
-from hostring.integrations.llm.model.regions import Attention, GatedMlp, layers_of
+from hostring.integrations.llm.model.regions import Attention, Experts, GatedMlp, layers_of
 from hostring.integrations.llm.model.regions import Region as LayerRegion
 from hostring.integrations.llm.planning.states import (
     Replicated,
@@ -100,6 +100,10 @@ class StateOperations:
     def norm_heads(self, heads: State, region: Attention) -> State:
         return self._note("norms of queries and keys", each_element(heads, "a norm"))
 
+    def norm_across(self, heads: State, x: State, region: Attention) -> State:
+        read_complete(x, "the norm over all heads")  # of which it computes the squares of all
+        return self._note("norms over all queries and over all keys", each_element(heads, "a norm"))
+
     def turn(self, heads: State, region: Attention) -> State:
         return self._note("rotary positions", each_element(heads, "a rotation"))
 
@@ -107,6 +111,15 @@ class StateOperations:
         return self._note("attention over the heads that are here", each_element(heads, "attention"))
 
     def gate(self, gate_up: State, region: GatedMlp) -> State:
+        return self._note("silu(gate) * up", each_element(gate_up, "silu"))
+
+    def route(self, h: State, x: State, region: Experts) -> State:
+        read_complete(h, "the router")
+        return self._note("router", read_complete(x, "the router"))
+
+    def gate_experts(self, x: State, routes: State, region: Experts) -> State:
+        read_complete(routes, "the choice of experts")
+        gate_up = self._note(f"{region.first} of the experts", column_parallel(x, region.first))
         return self._note("silu(gate) * up", each_element(gate_up, "silu"))
 
     def add_sum(self, h: State, x: State, region: LayerRegion) -> State:
