@@ -39,7 +39,7 @@ MODEL_LAYERS = (
     ("model",),
     ("checkpoint",),
     ("request", "sharded", "packed", "stats", "agreement", "pipeline"),
-    ("same_bits",),
+    ("same_bits", "handover"),
     ("compute",),
     ("planning",),
     ("prefix", "regroup"),

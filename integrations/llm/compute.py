@@ -16,6 +16,9 @@ from hostring import Comm
 from hostring.integrations.llm.agreement import Able, ShareHashes, agree
 from hostring.integrations.llm.checkpoint.checkpoint import Checkpoint
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
+from hostring.integrations.llm.handover.forward import HandoverForward
+from hostring.integrations.llm.handover.model import group_of_one, handed_model, rejoin
+from hostring.integrations.llm.handover.roles import Roles
 from hostring.integrations.llm.model.local_model import LocalModel
 from hostring.integrations.llm.model.shards import WHOLE, Ends, ShardPlan
 from hostring.integrations.llm.packed.decoder import units_of
@@ -46,7 +49,7 @@ def build_local(
     compute: str,
     device: torch.device,
     *,
-    plan: ShardPlan | StagePlan | None,
+    plan: ShardPlan | StagePlan | Roles | None,
     max_seq: int | None,
     hash_activations: bool,
     compile: bool | str,
@@ -61,7 +64,8 @@ def build_local(
         compute: "packed" multiplies by the blocks of a GGUF file as they are, with activations rounded to 8 bits in
             blocks of 32, as llama.cpp does; "exact" dequantises them. "auto" is packed where the rank can, and logs
         why it can't.
-        plan: which shares each rank holds, see `sharded.build`; or the stages of a pipeline.
+        plan: which shares each rank holds, see `sharded.build`; the stages of a pipeline; or who computes prompts and
+            who decodes.
         max_seq, hash_activations, compile, exact: see `sharded.build`.
         packed_ranks: which ranks compute packed, where this group has agreed on it before: then this is no collective.
         same_bits: refuse what does not give the bits of any other number of ranks.
@@ -73,9 +77,10 @@ def build_local(
         ValueError: there is no such way; or this rank, or another one, was told to compute packed and can't;
             or the same bits can't be promised.
     """
-    if isinstance(plan, StagePlan):
+    if isinstance(plan, StagePlan | Roles):
         wishes = {"max_seq": max_seq, "hash_activations": hash_activations, "compile": compile, **exact}
-        return _build_stage(checkpoint, comm, compute, device, plan, same_bits=same_bits, **wishes)
+        make: Any = _build_stage if isinstance(plan, StagePlan) else _build_handed
+        return make(checkpoint, comm, compute, device, plan, same_bits=same_bits, **wishes)
     able = _able(checkpoint, compute, device, plan, comm.world_size, bool(compile))
     packed = agree(comm, able, _share_hashes(checkpoint, comm, able, plan)) if packed_ranks is None else packed_ranks
     if same_bits and packed_ranks is None:
@@ -127,6 +132,26 @@ def _build_stage(
     return staged_model(part, comm, stages, checkpoint.config), _of_all_stages(comm, packed[group.rank])
 
 
+def _build_handed(
+    checkpoint: Checkpoint, comm: Comm, compute: str, device: torch.device, roles: Roles, **wishes: Any
+) -> tuple[LocalModel, Sequence[bool]]:
+    """The whole model on this rank, and its role. What one rank refuses is refused on both."""
+    group, why = group_of_one(comm, roles), ""
+    try:
+        if wishes.pop("same_bits"):
+            raise ValueError(
+                "same bits can't be promised with prefill=RANK,decode=RANK: no rank has the logits of all steps, which "
+                "are hashed; leave --same-bits out"
+            )
+        part, packed = build_local(
+            checkpoint, group, compute, device, plan=None, **{**wishes, "replicate_embedding": True}
+        )
+    except ValueError as exc:
+        why = str(exc) or "refused"
+    refuse_together(comm, why)
+    return handed_model(part, comm, roles), _of_all_stages(comm, packed[0])
+
+
 def _of_all_stages(comm: Comm, packed: bool) -> Sequence[bool]:
     return [bool(way) for way in comm.all_gather(np.array([packed]))]
 
@@ -150,6 +175,11 @@ def stay(part: LocalModel, comm: Comm) -> Sequence[bool]:
         refuse_together(comm, why)
         part.plan = head_rows(inner, comm, part.forward.stages)
         return _of_all_stages(comm, packed[inner.comm.rank])
+    if isinstance(part.forward, HandoverForward):
+        group_of_one(comm, part.forward.roles).close()  # what a rank that loads takes part in; this one has its own
+        refuse_together(comm, "")
+        rejoin(part.forward)
+        return _of_all_stages(comm, part.forward.compute == "packed")
     return _stay(part)
 
 

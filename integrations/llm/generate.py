@@ -17,6 +17,7 @@ from hostring.integrations.llm.checkpoint.tokenizer import load_tokenizer
 from hostring.integrations.llm.checkpoint.weights import open_checkpoint
 from hostring.integrations.llm.compute import build_local
 from hostring.integrations.llm.generation import Generation, Parts, Run
+from hostring.integrations.llm.handover.roles import Roles
 from hostring.integrations.llm.model.cache import Cache
 from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.local_model import LocalModel
@@ -31,6 +32,7 @@ from hostring.integrations.llm.speculation.speculator import Speculator, load_sp
 from hostring.integrations.llm.speculation.wish import Speculation
 
 Prompt = str | Sequence[int] | Callable[[], str | Sequence[int]] | None
+Plan = ShardPlan | StagePlan | Roles
 
 
 @dataclass
@@ -145,7 +147,7 @@ def load_model(
     *,
     dtype: str = "float32",
     device: str | torch.device = "cpu",
-    plan: ShardPlan | StagePlan | None = None,
+    plan: Plan | None = None,
     max_seq: int | None = None,
     replicate_embedding: bool = True,
     hash_activations: bool = False,
@@ -161,7 +163,7 @@ def load_model(
         device: what it computes on: "cpu", "cuda" (also ROCm), "cuda:1", "mps", "xpu", or "auto" for an accelerator
             if there is one (see `find_device`). Ranks may differ.
         plan: which part of the model each rank holds; balanced by default. Must be the same on all ranks. A `StagePlan`
-            makes a pipeline.
+            makes a pipeline, `Roles` let one rank compute prompts and another one decode.
         max_seq: positions of the KV cache; by default what the model was trained for, but at most 4096.
         replicate_embedding: every rank holds all embedding rows. Otherwise they are split too, at one more reduction
             per step.

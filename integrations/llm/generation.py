@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
 from hostring.integrations.llm.model.cache import Cache
-from hostring.integrations.llm.model.local_model import LocalModel
+from hostring.integrations.llm.model.local_model import Expected, LocalModel
 from hostring.integrations.llm.model.sampling import (
     GO_ON,
     NOT_FINITE,
@@ -25,7 +25,7 @@ from hostring.integrations.llm.request import HEAD_RANK, Request
 from hostring.integrations.llm.same_bits import LogitsHash
 from hostring.integrations.llm.speculation.decision import Decision, width
 from hostring.integrations.llm.speculation.speculator import Speculator
-from hostring.integrations.llm.stats import Stats, Traffic, decode_measured, prefill_measured
+from hostring.integrations.llm.stats import Stats, Traffic, decode_measured, expected_stats, prefill_measured
 
 _PREFILL_CHUNK = 512  # positions in one forward pass; bounds the memory of activations and the scratch of the reduction
 
@@ -90,11 +90,12 @@ class Run:
         self.guesser = None if self.speculator is None else self.speculator.text(request.ids)
 
     def generation(self) -> Generation:
-        audit = self.sharded.reducer.audit
+        audit, deciding = self.sharded.reducer.audit, self.sharded.deciding
         traffic = self._traffic()
-        stats = traffic.stats(len(self.request.ids), self._chunks())
-        if audit is not None:
-            audit.restart()
+        stats = expected_stats(traffic, len(self.request.ids), self._chunks())
+        for counting in (audit, deciding):
+            if counting is not None:
+                counting.restart()
         if self.speculator is not None:
             self.speculator.pause()
         with prefill_measured(stats, self.sharded.counts, self.started):
@@ -104,12 +105,13 @@ class Run:
                 status = self._decide(self._step())
             stats.generated_tokens = len(self.tokens)
         stats.decode_steps = len(self.rows)
-        if self.request.guesses:
+        if self.request.guesses and isinstance(traffic, Traffic):
             traffic.of_guesses(stats, self.rows, self._decided)
         if self.on_text is not None and (rest := self.stream.finish()):
             self.on_text(rest)
         if audit is not None:
             stats.activation_sha256, stats.wrong_steps = audit.sha256, audit.wrong_steps
+        stats.handover = None if deciding is None else deciding.figures()
         stats.logits_sha256 = None if self.logits is None else self.logits.sha256
         reason = "eos" if status == STOP_EOS else "length"
         return Generation(self.tokens, self.parts.tokenizer.decode(self.tokens), reason, stats)
@@ -123,7 +125,9 @@ class Run:
         """Numbers that each rank brings to the decision after a step of so many rows."""
         return width(n_rows, self.n_candidates, self.request.guesses)
 
-    def _traffic(self) -> Traffic:
+    def _traffic(self) -> Expected:
+        if self.sharded.deciding is not None:
+            return self.sharded.deciding.expected(self._decided(1))
         gathered = 0 if self.logits is None else self.logits.gathered_elements
         forward, reducing = self.sharded.forward, self.sharded.reducing
         elements, boundaries = forward.reduced_elements, forward.boundaries
@@ -144,14 +148,15 @@ class Run:
         return self.sharded.step_rows([(self.cache, fed)], every=True)
 
     def _decide(self, logits: Tensor) -> int:
-        """One collective: candidates in, tokens and status out. logits: (1 + guesses, local vocabulary)."""
+        """Candidates in, tokens and status out, by one collective or as the plan says. logits: (1 + guesses, local
+        vocabulary)."""
         if self.logits is not None:
             self.logits.gather(logits)
         mine = np.zeros(self._decided(len(logits)), np.int32)
         first, size = self.sharded.plan.vocab_of(self.comm.rank).start, 2 * self.n_candidates
         for n, row in enumerate(self._known(logits)):
             mine[n * size : (n + 1) * size] = local_candidates(row, self.n_candidates, first).ravel()
-        found = Decision.read(self.comm.decide(mine, self._choose, root=HEAD_RANK))
+        found = Decision.read(self.sharded.decide(mine, self._choose, HEAD_RANK))
         self._take(found)
         if found.status == NOT_FINITE:
             raise ValueError(
@@ -175,10 +180,10 @@ class Run:
     def _known(self, logits: Tensor) -> Tensor:
         """The logits, where rows without a token can't win."""
         unknown = self.parts.unknown
-        return logits if unknown is None else logits.index_fill(1, unknown, -torch.inf)
+        return logits if unknown is None or not logits.numel() else logits.index_fill(1, unknown, -torch.inf)
 
     def _choose(self, stacked: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Runs on the head rank only."""
+        """Runs on the rank that chooses: the head, unless the plan names another one."""
         status, tokens, size = GO_ON, list[int](), 2 * self.n_candidates
         for n, guess in enumerate((*self.guesses, None)):
             brought = stacked[:, n * size : (n + 1) * size].reshape(len(stacked), 2, -1)

@@ -11,6 +11,7 @@ from typing import Any
 
 from hostring import Comm
 from hostring.integrations.llm.model.audit import Clock
+from hostring.integrations.llm.model.local_model import Expected
 from hostring.integrations.llm.model.shards import Boundaries
 
 Counts = Callable[[], dict[str, Any]]
@@ -45,6 +46,7 @@ class Stats:
         logits_sha256: of the logits of every step, gathered in the order of the vocabulary, on the head rank; None
             unless asked for.
         wrong_steps: forward passes whose residual stream was not the sum of what was reduced; None unless asked for.
+        handover: what it cost to hand keys and values over to the rank that decodes; None where none were.
     """
 
     prompt_tokens: int = 0
@@ -68,6 +70,7 @@ class Stats:
     activation_sha256: str | None = None
     logits_sha256: str | None = None
     wrong_steps: int | None = None
+    handover: dict[str, Any] | None = None
 
     @property
     def tokens_per_step(self) -> float | None:
@@ -175,13 +178,14 @@ class Traffic:
         stats.expected_collectives_per_token = len(rows) * self.collectives([1]) / tokens
         stats.expected_bytes_per_token = sum(nbytes[n] for n in rows) / tokens
 
-    def stats(self, prompt_tokens: int, passes: Sequence[int]) -> Stats:
-        """What is expected of a generation that reads its prompt in these forward passes."""
-        return Stats(
-            prompt_tokens=prompt_tokens,
-            reused_tokens=prompt_tokens - sum(passes),
-            expected_collectives_per_token=self.collectives([1]),
-            expected_bytes_per_token=self.nbytes([1]),
-            expected_prefill_collectives=self.collectives(passes),
-            expected_prefill_bytes=self.nbytes(passes),
-        )
+
+def expected_stats(expected: Expected, prompt_tokens: int, passes: Sequence[int]) -> Stats:
+    """What is expected of a generation that reads its prompt in these forward passes."""
+    return Stats(
+        prompt_tokens=prompt_tokens,
+        reused_tokens=prompt_tokens - sum(passes),
+        expected_collectives_per_token=expected.collectives([1]),
+        expected_bytes_per_token=expected.nbytes([1]),
+        expected_prefill_collectives=expected.collectives(passes),
+        expected_prefill_bytes=expected.nbytes(passes),
+    )

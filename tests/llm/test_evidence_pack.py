@@ -193,7 +193,7 @@ def test_the_pack_in_the_docs_is_what_it_claims() -> None:
 @pytest.mark.parametrize(
     ("plan", "lengths", "error"),
     [
-        ("pp=2", (8,), "evidence of a pipeline (--plan pp=2) is not built"),
+        ("pp=2", (8,), "evidence of a run with --plan pp=2 is not built"),
         ("even", (8, 512), "a prompt of 512 tokens and 16 more don't fit the 512 positions of this model"),
     ],
 )

@@ -12,6 +12,7 @@ from hostring.integrations.llm.demo.rank_model import RankModel
 from hostring.integrations.llm.demo.turn import Turn
 from hostring.integrations.llm.demo.verdict import faults, statement
 from hostring.integrations.llm.generation import Generation
+from hostring.integrations.llm.handover.roles import Roles
 from hostring.integrations.llm.pipeline.stages import StagePlan
 from hostring.integrations.llm.planning.plan_file import shares_json
 
@@ -72,9 +73,12 @@ def _of_turn(model: RankModel, controls: Controls, turn: Turn, generation: Gener
         "per_rank": reports,
         "controls": controls.beside(model, generation, reports),
     }
+    if job.roles:
+        result |= _handed(reports[job.roles[0]]["handover"])
     result["faults"] = faults(result)
     result["statement"] = statement(
-        result | {"ranks": model.comm.world_size}, "the pipeline" if job.stages else "tensor parallelism"
+        result | {"ranks": model.comm.world_size},
+        "the pipeline" if job.stages else "prefill there" if job.roles else "tensor parallelism",
     )
     return result
 
@@ -88,7 +92,15 @@ def _plan(model: RankModel) -> dict[str, Any]:
         found["stages"] = [
             {"layers": [stage.layers.start, stage.layers.stop], "ranks": list(stage.ranks)} for stage in split.stages
         ]
+    elif isinstance(split, Roles):
+        found["roles"] = {"prefill": split.prefill, "decode": split.decode}
     return found
+
+
+def _handed(sender: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of keys and values, hashes included, and how much of their way the sender's computing hid."""
+    overlap = {name: sender[name] for name in ("transfer_s", "hidden_s", "exposed_s", "hash_s")}
+    return {"kv_bytes": sender["kv_bytes"], "overlap": overlap}
 
 
 def _compute(kinds: list[str]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hostring.integrations.llm.handover.roles import Roles, asks_for_roles, roles
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.pipeline.stages import StagePlan, is_stage_plan, stage_plan
 from hostring.integrations.llm.planning.model_file import read_model_file
@@ -36,6 +37,7 @@ class Job:
         plan: who holds what: "even", "bytes", "auto", a file, or stages such as "pp=2,tp=2".
         shares: KV groups, columns, vocabulary and query heads by rank, where they are known before the ranks start.
         stages: layers and ranks of each stage of a pipeline; none where all ranks share every layer.
+        roles: the rank that computes prompts and the one that decodes; none where all ranks do both.
         planned: what else the plan says, as JSON.
         same_bits: promise the bits of any other number of ranks, see `load_model`.
         xray: file for a recording of the first answer, stage by stage; none where it is empty.
@@ -67,6 +69,7 @@ class Job:
     plan: str = "even"
     shares: tuple[tuple[int, ...], ...] = ()
     stages: tuple[tuple[int, ...], ...] = ()
+    roles: tuple[int, ...] = ()
     planned: str = ""
     same_bits: bool = False
     xray: str = ""
@@ -95,10 +98,12 @@ class Job:
         return self.dtypes[rank] if not may_pack else "packed" if self.compute == "packed" else ""
 
     @property
-    def split(self) -> ShardPlan | StagePlan | None:
-        """The shares or the stages that were planned; None for even shares, and where the ranks are to plan."""
+    def split(self) -> ShardPlan | StagePlan | Roles | None:
+        """The shares, stages or roles that were planned; None for even shares, and where the ranks are to plan."""
         if self.stages:
             return StagePlan(*self.stages)
+        if self.roles:
+            return Roles(*self.roles)
         return ShardPlan(*self.shares) if self.shares else None
 
     @property
@@ -121,7 +126,7 @@ class Job:
     @staticmethod
     def from_json(text: str) -> Job:
         fields = json.loads(text)
-        lists = {name: tuple(fields[name]) for name in ("dtypes", "prompts", "devices", "compile")}
+        lists = {name: tuple(fields[name]) for name in ("dtypes", "prompts", "devices", "compile", "roles")}
         nested = {name: tuple(map(tuple, fields[name])) for name in ("shares", "stages")}
         return Job(**{**fields, **lists, **nested})
 
@@ -161,11 +166,9 @@ def make_job(
     one_dtype = dtypes is None or "," not in dtypes
     if ranks is None and len(places) > 1 and one_dtype:
         ranks = len(places)
-    wish = rest.get("plan", EVEN)
-    stages = stage_plan(wish, read_model_file(path).config, ranks) if is_stage_plan(wish) else None
-    plan = plan_of_file(wish, path, compute) if stages is None else None
-    if ranks is None and one_dtype and (known := stages or (plan and plan.plan)):
-        ranks = known.world_size
+    asked = _asked_for(rest.get("plan", EVEN), path, ranks, compute)
+    if ranks is None and one_dtype and asked is not None:
+        ranks = (asked.plan if isinstance(asked, PlanFile) else asked).world_size
     kinds = _dtypes(ranks, dtypes)
     job = Job(
         str(path.absolute()),
@@ -175,11 +178,27 @@ def make_job(
         compile=_compile(compile, len(kinds)),
         **rest,
     )
-    if stages is not None:
-        return _staged(job, stages)
+    if isinstance(asked, StagePlan):
+        return _staged(job, asked)
+    if isinstance(asked, Roles):
+        return _with_roles(job, asked)
     if job.ranks > _MAX_UNCHECKED_RANKS:
         ShardPlan.balanced(read_model_file(path).config, job.ranks)
-    return _planned(job, plan)
+    return _planned(job, asked)
+
+
+def _asked_for(wish: str, path: Path, ranks: int | None, compute: str) -> StagePlan | Roles | PlanFile | None:
+    """What `wish` says before the ranks start; None where they share the model out themselves."""
+    if is_stage_plan(wish):
+        return stage_plan(wish, read_model_file(path).config, ranks)
+    return roles(wish, ranks) if asks_for_roles(wish) else plan_of_file(wish, path, compute)
+
+
+def _with_roles(job: Job, both: Roles) -> Job:
+    both.check(job.ranks)
+    if job.speculation.on:
+        raise ValueError(f"--plan {job.plan} decodes row by row; leave --speculate and --draft out")
+    return replace(job, roles=(both.prefill, both.decode))
 
 
 def _staged(job: Job, stages: StagePlan) -> Job:

@@ -15,6 +15,7 @@ from hostring.integrations.llm.demo.job import Job
 from hostring.integrations.llm.demo.planned import plan_together
 from hostring.integrations.llm.generate import Model, load_model
 from hostring.integrations.llm.generation import Generation
+from hostring.integrations.llm.handover.forward import HandoverForward
 from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.sampling import Sampling
 from hostring.integrations.llm.pipeline.staged import StagedForward
@@ -141,6 +142,8 @@ class RankModel:
         loaded = {"bytes_held": part.forward.nbytes_held, "bytes_read": model.bytes_read, "load_s": model.load_s}
         if isinstance(part.forward, StagedForward):
             own["stage"] = part.forward.stage.number
+        elif isinstance(part.forward, HandoverForward):
+            own["stage"] = comm.rank  # has computed other rows than the other rank
         return gather(comm, {**own, **loaded, "compiled": part.forward.compiled, **found.stats.as_dict()})
 
 

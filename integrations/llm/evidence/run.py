@@ -64,9 +64,9 @@ def evidence(
 
 
 def _check(job: Job, lengths: Sequence[int]) -> None:
-    if job.stages:
+    if job.stages or job.roles:
         raise ValueError(
-            f"evidence of a pipeline (--plan {job.plan}) is not built; run hostring demo --plan {job.plan}, which "
+            f"evidence of a run with --plan {job.plan} is not built; run hostring demo --plan {job.plan}, which "
             "checks its counts and hashes"
         )
     room = min(read_model_file(job.model).config.max_position_embeddings, MAX_DEFAULT_SEQ)

@@ -88,6 +88,12 @@ class KVCache:
         views = (fresh.unbind(0), fresh[:, 0, :, 0].unbind(0), keys.unbind(0), values.unbind(0))
         return [KVSlot(start, *layer) for layer in zip(*views, strict=True)]
 
+    def rows(self, layer: int, start: int, stop: int) -> Tensor:
+        """Keys and values of one layer's positions, of one sequence, shape (2, positions, kv_heads, head_dim), keys
+        first. Writing to it changes the cache; `length` stays."""
+        stored = self._kv[layer, 0, :, start:stop]  # (2 kv_heads, positions, head_dim)
+        return stored.view(2, -1, *stored.shape[1:]).transpose(1, 2)
+
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on; the memory stays."""
         if not 0 <= length <= self.length:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -18,6 +18,33 @@ from hostring.integrations.llm.model.shards import Boundaries, Ends, ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
 
 Rows = Sequence[tuple[Any, Sequence[int]]]
+Numbers = npt.NDArray[np.int32]
+
+
+class Expected(Protocol):
+    """What forward passes over so many positions each, and the choice after the last of them, cost this rank."""
+
+    def collectives(self, passes: Sequence[int]) -> int:
+        """How many calls."""
+
+    def nbytes(self, passes: Sequence[int]) -> int:
+        """Payload that this rank sends."""
+
+
+class Deciding(Protocol):
+    """How tokens are chosen where one rank at a time has all logits: without a collective."""
+
+    def decide(self, mine: Numbers, choose: Callable[[Numbers], Numbers]) -> Numbers:
+        """See `Comm.decide`: what `choose` makes of the candidates of the rank that computed, on every rank."""
+
+    def expected(self, n_numbers: int) -> Expected:
+        """What this costs when so many numbers are told for a choice."""
+
+    def restart(self) -> None:
+        """Count from 0."""
+
+    def figures(self) -> dict[str, Any]:
+        """What was counted, for JSON."""
 
 
 class Forward(Protocol):
@@ -77,6 +104,7 @@ class LocalModel:
         config: the whole model. plan: who holds what.
         reducer: where partial sums are added up.
         max_seq: positions that a cache holds.
+        deciding: how tokens are chosen; None where all ranks choose together, by `Comm.decide`.
     """
 
     forward: Forward
@@ -85,6 +113,7 @@ class LocalModel:
     comm: Comm
     reducer: HiddenReducer
     max_seq: int
+    deciding: Deciding | None = None
 
     @property
     def decoder(self) -> Any:
@@ -108,6 +137,13 @@ class LocalModel:
             return found
         first = self.comm.rank - self.reducing.rank  # the ranks of a stage are neighbours
         return _added(found, self.reducing.counters.snapshot(), first)
+
+    def decide(self, mine: Numbers, choose: Callable[[Numbers], Numbers], root: int) -> Numbers:
+        """Choose a token; see `Comm.decide`. Where one rank at a time has all logits, that is not `root`'s choice."""
+        if self.deciding is not None:
+            return self.deciding.decide(mine, choose)
+        found: Numbers = self.comm.decide(mine, choose, root=root)
+        return found
 
     def new_cache(self, batch: int = 1) -> Any:
         """An empty `Cache` for the heads that live here. Packed, `batch` is 1."""

@@ -6,8 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final, Literal
 
 from hostring.integrations.llm.model.config import ModelConfig
@@ -60,12 +59,14 @@ class ShardPlan:
         vocab: rows of the output head.
         heads: query heads, where ranks share KV heads; such a rank holds a copy of the KV head that its query heads
             read. Empty where every KV head is on one rank, with all query heads that read it.
+        copied: every rank holds all that there is.
     """
 
     kv_groups: tuple[int, ...]
     columns: tuple[int, ...]
     vocab: tuple[int, ...]
     heads: tuple[int, ...] = ()
+    copied: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not len(self.kv_groups) == len(self.columns) == len(self.vocab):
@@ -88,7 +89,15 @@ class ShardPlan:
     @property
     def sha256(self) -> str:
         """The same for the same shares, and for no others."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        fields = {name: value for name, value in asdict(self).items() if name != "copied" or value}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+    @staticmethod
+    def copies(config: ModelConfig, world_size: int) -> ShardPlan:
+        """Every rank holds the whole model."""
+        whole = (config.num_key_value_heads, config.intermediate_size, config.vocab_size)
+        kv_groups, columns, vocab = ((n,) * world_size for n in whole)
+        return ShardPlan(kv_groups, columns, vocab, copied=True)
 
     @staticmethod
     def balanced(config: ModelConfig, world_size: int, balance: Balance = "regions") -> ShardPlan:
@@ -149,20 +158,20 @@ class ShardPlan:
 
     def groups_of(self, rank: int) -> range:
         """KV heads of `rank`, in a plan where ranks share none."""
-        return _range(self.kv_groups, rank)
+        return self._range(self.kv_groups, rank)
 
     def attention_of(self, config: ModelConfig, rank: int) -> tuple[range, range]:
         """Query heads of `rank`, and the KV heads that they read."""
         per_group = config.group_heads
         if self.heads:
-            heads = _range(self.heads, rank)
+            heads = self._range(self.heads, rank)
             return heads, range(heads.start // per_group, -(-heads.stop // per_group))
         groups = self.groups_of(rank)
         return range(groups.start * per_group, groups.stop * per_group), groups
 
     def columns_of(self, rank: int) -> range:
         """FFN columns of `rank`."""
-        return _range(self.columns, rank)
+        return self._range(self.columns, rank)
 
     def shared_columns_of(self, config: ModelConfig, rank: int) -> range:
         """Columns of the shared expert of `rank`: the same part as of every other expert, as far as whole columns
@@ -173,7 +182,11 @@ class ShardPlan:
 
     def vocab_of(self, rank: int) -> range:
         """Vocabulary rows of `rank`."""
-        return _range(self.vocab, rank)
+        return self._range(self.vocab, rank)
+
+    def _range(self, shares: Sequence[int], rank: int) -> range:
+        first = 0 if self.copied else sum(shares[:rank])
+        return range(first, first + shares[rank])
 
     def local_config(self, config: ModelConfig, rank: int) -> ModelConfig:
         """The shapes of the part that `rank` holds. The vocabulary stays whole: it is that of the embedding."""
@@ -241,11 +254,6 @@ def _level(held: Sequence[float], amount: float) -> list[float]:
         if level >= held[order[lowest - 1]]:
             break
     return [max(0.0, level - h) for h in held]
-
-
-def _range(shares: Sequence[int], rank: int) -> range:
-    stops = list(accumulate(shares))
-    return range(stops[rank] - shares[rank], stops[rank])
 
 
 def _slashed(shares: Sequence[int]) -> str:

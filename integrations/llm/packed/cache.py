@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from hostring.integrations.llm.model.config import ModelConfig
 
@@ -28,7 +29,12 @@ class PackedCache:
         self.n_positions = whole_steps(max_seq)
         width = config.num_key_value_heads * config.head_dim
         self.kv = np.zeros((config.num_hidden_layers, 2, self.n_positions, width), np.float16)
+        self._head_dim = config.head_dim
         self.nbytes, self.address, self.half_nbytes = self.kv.nbytes, self.kv.ctypes.data, self.kv[0, 0].nbytes
+
+    def rows(self, layer: int, start: int, stop: int) -> torch.Tensor:
+        """See `KVCache.rows`."""
+        return torch.from_numpy(self.kv[layer, :, start:stop]).view(2, stop - start, -1, self._head_dim)
 
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on; the memory stays."""

@@ -47,6 +47,11 @@ class PackedForward:
     def __post_init__(self) -> None:
         self._steps = Steps(self.decoder, None if self.alone else self)
 
+    def end_graphs_at_sums(self) -> None:
+        """Compute every step in graphs that end at the sums, also where no other rank adds anything: somebody looks at
+        what is done in between."""
+        self.alone, self._steps = False, Steps(self.decoder, self)
+
     @property
     def nbytes_held(self) -> int:
         """See `Forward`."""

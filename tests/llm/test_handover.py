@@ -1,0 +1,239 @@
+"""Prefill here, decode there: two ranks write what one rank writes, and what travels is checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from llm_models import packable_model, write_gguf
+
+import hostring
+from hostring.errors import HostringError
+from hostring.integrations.llm import Sampling, load_model
+from hostring.integrations.llm.checkpoint.weights import open_checkpoint
+from hostring.integrations.llm.compute import build_local
+from hostring.integrations.llm.conversation import Conversation
+from hostring.integrations.llm.demo.job import BUNDLED, make_job
+from hostring.integrations.llm.generate import Generation
+from hostring.integrations.llm.handover import transfer
+from hostring.integrations.llm.handover.blocks import BlockFormat, CorruptBlock, laid_out, pack, unpack
+from hostring.integrations.llm.handover.roles import Roles, roles
+from hostring.integrations.llm.packed.library import Unavailable, load
+
+PROMPT, TOKENS = "In the beginning", 16
+IDS = [5, 17, 3, 250, 9, 9, 101]
+CONFIG = open_checkpoint(BUNDLED).config
+RunRanks = Callable[..., list[Any]]
+
+
+def generated(plan: Roles | None, sampling: Sampling, comm: hostring.Comm, **options: Any) -> Generation:
+    model = load_model(BUNDLED, comm, plan=plan, hash_activations=True, **options)
+    return model.generate(PROMPT if comm.rank == 0 else None, sampling, max_tokens=TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("plan", "dtype", "sampling"),
+    [
+        (Roles(0, 1), "float32", Sampling()),
+        (Roles(1, 0), "bfloat16", Sampling()),
+        (Roles(0, 1), "bfloat16", Sampling(0.8, seed=3)),
+        (Roles(1, 0), "float32", Sampling(0.8, seed=3)),
+    ],
+)
+def test_two_ranks_write_what_one_writes(plan: Roles, dtype: str, sampling: Sampling, run_ranks: RunRanks) -> None:
+    (alone,) = run_ranks(1, partial(generated, None, sampling, dtype=dtype))
+    found = run_ranks(2, partial(generated, plan, sampling, dtype=dtype))
+    n_rows, width = found[0].stats.prompt_tokens, 2 * CONFIG.num_key_value_heads * CONFIG.head_dim
+    kv_bytes = CONFIG.num_hidden_layers * (n_rows * width * (4 if dtype == "float32" else 2) + 32)
+    for rank, one in enumerate(found):
+        assert (one.tokens, one.text, one.stop_reason) == (alone.tokens, alone.text, alone.stop_reason)
+        stats = one.stats
+        assert stats.collectives_per_token == stats.prefill_collectives == 0
+        assert stats.bytes_per_token == stats.expected_bytes_per_token == (8 if rank == plan.decode else 0)
+        assert stats.prefill_bytes == stats.expected_prefill_bytes > 0
+        assert stats.wrong_steps == 0
+        assert stats.handover is not None
+        assert stats.handover["kv_bytes"] == kv_bytes
+        assert stats.handover["role"] == ("prefill" if rank == plan.prefill else "decode")
+
+
+def test_a_second_turn_computes_what_the_other_rank_decoded(run_ranks: RunRanks) -> None:
+    def talk(plan: Roles | None, comm: hostring.Comm) -> list[Any]:
+        conversation = Conversation(load_model(BUNDLED, comm, plan=plan))
+        first = conversation.ask(PROMPT, max_tokens=TOKENS)
+        second = conversation.ask(" and then", max_tokens=TOKENS)
+        return [first.tokens, second.tokens, second.stats.reused_tokens, second.stats.handover]
+
+    (alone,) = run_ranks(1, partial(talk, None))
+    for found in run_ranks(2, partial(talk, Roles(0, 1))):
+        assert found[:3] == alone[:3]
+        assert found[2] > 0
+    prefill, decode = (found[3] for found in run_ranks(2, partial(talk, Roles(0, 1))))
+    assert prefill["caught_up"] == TOKENS - 1
+    assert prefill["rows"] == decode["rows"] > 0
+
+
+@pytest.mark.parametrize("ways", [("packed", "packed"), ("exact", "packed"), ("packed", "exact")])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_packed_and_exact_ranks(ways: tuple[str, ...], architecture: str, tmp_path: Path, run_ranks: RunRanks) -> None:
+    """Logits of packed ranks are those of one packed rank, bit for bit, in chunks, single rows and several sequences.
+
+    Keys of llama's files turn in pairs where they are packed, and in halves elsewhere.
+    """
+    try:
+        load()
+    except Unavailable as exc:
+        pytest.skip(str(exc))
+    path = write_gguf(packable_model(architecture, 1, 64), tmp_path / "small.gguf", Kind.Q4_1)
+
+    def logits(plan: Roles | None, ways: tuple[str, ...], comm: hostring.Comm) -> Any:
+        part, packed = build_local(
+            open_checkpoint(path), comm, ways[comm.rank], torch.device("cpu"), plan=plan, max_seq=64,
+            hash_activations=False, compile=False, dtype=torch.float32,
+        )  # fmt: skip
+        cache, other = part.new_cache(), part.new_cache()
+        steps = [part.step(torch.tensor([ids]), cache).clone() for ids in (IDS, [8], [4], IDS[:3], [6])]
+        part.step(torch.tensor([IDS[:2]]), other)
+        steps += part.step_rows([(cache, [7]), (other, [9, 3])]).clone().split(1)
+        comm.barrier()  # the last blocks are confirmed
+        return [step.numpy() for step in steps], list(packed)
+
+    ((whole, _),) = run_ranks(1, partial(logits, None, ways[1:]))
+    (there, first), (here, second) = run_ranks(2, partial(logits, Roles(0, 1), ways))
+    assert first == second == [way == "packed" for way in ways]
+    for a, b, expected in zip(there, here, whole, strict=True):
+        has_a, has_b = (found.size > 0 and bool(np.isfinite(found).all()) for found in (a, b))
+        assert has_a != has_b
+        if len(set(ways)) == 1:
+            np.testing.assert_array_equal(a if has_a else b, expected)
+        else:
+            np.testing.assert_allclose(a if has_a else b, expected, atol=0.05 * np.abs(expected).max())
+
+
+class _Corrupting:
+    """A group in which one byte of one layer's block is changed on its way."""
+
+    def __init__(self, comm: hostring.Comm, layer: int) -> None:
+        self._comm, self._layer, self._n = comm, layer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def send(self, x: Any, dst: int, tag: int = 0, **options: Any) -> Any:
+        if tag == transfer.BLOCK_TAG:
+            self._n += 1
+            if self._n == self._layer + 1:
+                x[1000] ^= 1
+        return self._comm.send(x, dst, tag, **options)
+
+
+def test_a_corrupted_block_is_noticed_and_named(run_ranks: RunRanks) -> None:
+    def body(comm: hostring.Comm) -> str:
+        model = load_model(BUNDLED, comm, plan=Roles(0, 1))
+        model.sharded.forward.handing.move_to(_Corrupting(comm, 2))
+        try:
+            with comm:  # as a rank's process does
+                model.generate(IDS, max_tokens=TOKENS)
+        except HostringError as exc:
+            return str(exc)
+        return "no error"
+
+    for error in run_ranks(2, body):
+        assert "keys and values of layer 2, rows 0 to 6, came corrupted from rank 0" in error
+
+
+def test_a_lost_rank_is_named_with_the_text_so_far(run_ranks: RunRanks) -> None:
+    def body(plan: Roles, comm: hostring.Comm) -> tuple[str, int | None, int]:
+        model = load_model(BUNDLED, comm, plan=plan)
+        tokens: list[int] = []
+
+        def on_token(token: int) -> None:
+            tokens.append(token)
+            if comm.rank == 1 and len(tokens) == 3:
+                comm.abort("the test ends this rank")
+
+        try:
+            model.generate(PROMPT, max_tokens=TOKENS, on_token=on_token)
+        except HostringError as exc:
+            return str(exc), exc.rank, len(tokens)
+        return "no error", None, len(tokens)
+
+    for plan in (Roles(0, 1), Roles(1, 0)):
+        (error, rank, n_tokens), _ = run_ranks(2, partial(body, plan))
+        assert "rank 1" in error
+        assert rank == 1
+        assert 2 <= n_tokens < TOKENS
+
+
+def test_a_step_that_does_not_fit_is_refused_on_both(run_ranks: RunRanks) -> None:
+    def body(comm: hostring.Comm) -> list[int]:
+        part = load_model(BUNDLED, comm, plan=Roles(0, 1), max_seq=4).sharded
+        cache = part.new_cache()
+        with pytest.raises(ValueError, match="KV cache holds 4 positions"):
+            part.step(torch.tensor([[1, 2, 3, 4, 5]]), cache)
+        return list(part.step(torch.tensor([[1, 2, 3]]), cache).shape)
+
+    assert run_ranks(2, body, timeout=10.0) == [[1, CONFIG.vocab_size], [1, 0]]
+
+
+def test_what_one_rank_refuses_both_refuse(run_ranks: RunRanks) -> None:
+    def body(comm: hostring.Comm) -> None:
+        with pytest.raises(ValueError, match="only GGUF files"):
+            load_model(BUNDLED, comm, plan=Roles(0, 1), compute="packed" if comm.rank else "auto")
+        with pytest.raises(ValueError, match="other roles"):
+            load_model(BUNDLED, comm, plan=Roles(comm.rank, 1 - comm.rank))
+        with pytest.raises(ValueError, match="same bits can't be promised"):
+            load_model(BUNDLED, comm, plan=Roles(0, 1), same_bits=True)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_block_is_what_was_sent_in_its_place(dtype: str) -> None:
+    form = BlockFormat(dtype, 2, 4, pairs=False)
+    kv = torch.randn(2, 5, 2, 4).to(form.torch_dtype)
+    block = pack(form, 3, 10, kv)
+    assert block.nbytes == form.nbytes(5) == 32 + 2 * 5 * 2 * 4 * (4 if dtype == "float32" else 2)
+    assert torch.equal(unpack(form, 3, 10, block), kv)
+    for layer, start in ((2, 10), (3, 9)):
+        with pytest.raises(CorruptBlock):
+            unpack(form, layer, start, block)
+    block[-1] ^= 1
+    with pytest.raises(CorruptBlock):
+        unpack(form, 3, 10, block)
+
+
+def test_keys_turn_as_the_receivers_do() -> None:
+    halves, pairs = BlockFormat("float32", 1, 6, pairs=False), BlockFormat("float32", 1, 6, pairs=True)
+    kv = torch.arange(6.0).expand(2, 1, 1, 6).contiguous()
+    assert laid_out(kv, halves, pairs)[0].flatten().tolist() == [0, 3, 1, 4, 2, 5]
+    assert laid_out(laid_out(kv, halves, pairs), pairs, halves)[0].flatten().tolist() == list(range(6))
+    assert torch.equal(laid_out(kv, halves, pairs)[1], kv[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "error"),
+    [
+        ("prefill=0,decode=0", 2, "possible are prefill=0,decode=1"),
+        ("prefill=0,decode=2", 3, "possible are prefill=0,decode=1"),
+        ("prefill=0,decode=1", 3, "is for 2 ranks, and there are 3"),
+        ("prefill=0", 2, "names one of two roles"),
+        ("prefill=0,decode=x", 2, "'decode=x'"),
+        ("prefill=0,prefill=1", 2, "each once"),
+    ],
+)
+def test_roles_that_cannot_be(text: str, ranks: int, error: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(error)):
+        roles(text, ranks)
+    with pytest.raises(ValueError, match=re.escape(error)):
+        make_job(
+            model=None, ranks=ranks, dtypes=None, prompts=(), plan=text,
+            max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, seed=0, controls=False,
+        )  # fmt: skip
