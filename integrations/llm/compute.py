@@ -77,10 +77,11 @@ def build_local(
         ValueError: there is no such way; or this rank, or another one, was told to compute packed and can't;
             or the same bits can't be promised.
     """
-    if isinstance(plan, StagePlan | Roles):
-        wishes = {"max_seq": max_seq, "hash_activations": hash_activations, "compile": compile, **exact}
-        make: Any = _build_stage if isinstance(plan, StagePlan) else _build_handed
-        return make(checkpoint, comm, compute, device, plan, same_bits=same_bits, **wishes)
+    wishes = {"max_seq": max_seq, "hash_activations": hash_activations, "compile": compile, **exact}
+    if isinstance(plan, StagePlan):
+        return _build_stage(checkpoint, comm, compute, device, plan, same_bits=same_bits, **wishes)
+    if isinstance(plan, Roles):
+        return _build_handed(checkpoint, comm, compute, device, plan, same_bits=same_bits, **wishes)
     able = _able(checkpoint, compute, device, plan, comm.world_size, bool(compile))
     packed = agree(comm, able, _share_hashes(checkpoint, comm, able, plan)) if packed_ranks is None else packed_ranks
     if same_bits and packed_ranks is None:
@@ -93,17 +94,7 @@ def build_local(
         return build_packed(checkpoint, comm, beside_exact=beside_exact, **options), packed
     if compute == "auto" and isinstance(checkpoint, GgufCheckpoint) and device.type == "cpu":
         log.warning("hostring: rank %d computes with dequantised weights: %s", comm.rank, able.why_not)
-    part = build(
-        checkpoint,
-        comm,
-        plan=plan,
-        device=device,
-        max_seq=max_seq,
-        hash_activations=hash_activations,
-        compile=compile,
-        **exact,
-    )
-    return part, packed
+    return build(checkpoint, comm, plan=plan, device=device, **wishes), packed
 
 
 def _build_stage(
