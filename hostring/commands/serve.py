@@ -62,8 +62,8 @@ Compute = Annotated[str, typer.Option(help="packed, exact or auto, as in `hostri
 SharePlan = Annotated[
     str,
     typer.Option(
-        help="Who holds what: a plan of `hostring plan model`; even shares; as many bytes for every rank; or stages, "
-        "such as pp=2,tp=2."
+        help="Who holds what: a plan of `hostring plan model`; even shares; as many bytes for every rank; stages, such "
+        "as pp=2,tp=2; or one rank computes prompts and another decodes: prefill=0,decode=1."
     ),
 ]
 Topology = Annotated[str, typer.Option(help="auto, mesh, ring, star or tree.")]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from llm_models import packable_model, write_gguf
+from serving_ranks import ask, served
 
 import hostring
 from hostring.errors import HostringError
@@ -115,6 +116,24 @@ def test_packed_and_exact_ranks(ways: tuple[str, ...], architecture: str, tmp_pa
             np.testing.assert_array_equal(a if has_a else b, expected)
         else:
             np.testing.assert_allclose(a if has_a else b, expected, atol=0.05 * np.abs(expected).max())
+
+
+def test_serve_computes_prompts_on_one_rank_and_writes_on_the_other(run_ranks: RunRanks) -> None:
+    prompts = [PROMPT, "The earth was", "Speak unto"]
+
+    def texts(comm: hostring.Comm) -> list[str]:
+        model = load_model(BUNDLED, comm)
+        return [model.generate(prompt, max_tokens=TOKENS).text for prompt in prompts]
+
+    (alone,) = run_ranks(1, texts)
+    with served(("float32",) * 2, how={"roles": (1, 0)}, streams=2, context=480) as serving:
+        body = {"prompt": prompts, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+        status, found, _ = ask(f"{serving.url}/v1/completions", body)
+        assert status == 200, found
+        assert [choice["text"] for choice in found["choices"]] == alone
+        status, found, _ = ask(f"{serving.url}/v1/completions", {**body, "prompt": PROMPT, "logprobs": 1, "echo": True})
+        assert status == 200, found
+        assert len(found["choices"][0]["logprobs"]["tokens"]) > TOKENS
 
 
 class _Corrupting:

@@ -163,6 +163,8 @@ class RankPart:
         return self.model.sharded.step(torch.tensor([tokens]), cache)
 
     def _candidates(self, logits: Tensor, n_candidates: int) -> npt.NDArray[np.int32]:
+        if self.model.sharded.deciding is not None and (not logits.numel() or logits.max() == -torch.inf):
+            return local_candidates(logits[:0], n_candidates, 0)  # another rank has computed this row
         unknown = self.model.rows_without_token
         known = logits if unknown is None else logits.index_fill(0, unknown, -torch.inf)
         first = self.model.sharded.plan.vocab_of(self.comm.rank).start
