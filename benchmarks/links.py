@@ -202,12 +202,13 @@ def start_ranks(
     *,
     env: Mapping[str, str] | None = None,
     pin: bool = False,
+    only: int | None = None,
     **popen: Any,
 ) -> list[subprocess.Popen[Any]]:
-    """Start `argv` as one rank on each host. Rank 0's host is where they meet."""
+    """Start `argv` as one rank on each host, or as rank `only` alone. Rank 0's host is where they meet."""
     port = str(20000 + os.getpid() % 10000)
     ranks = []
-    for rank in range(world_size):
+    for rank in range(world_size) if only is None else [only]:
         variables = {
             **os.environ,
             "RANK": str(rank),

@@ -47,6 +47,7 @@ class SmallTraining:
     ) -> None:  # fmt: skip
         torch.set_num_threads(1)
         self.model = Decoder(SHAPE if layers is None else replace(SHAPE, num_hidden_layers=layers)).initialise(seed=1)
+        self.net: torch.nn.Module = self.model  # what computes the loss: it may be wrapped, by DDP for example
         self.window, self._windows, self._steps, self._peak, self._warm_up = window, windows, steps, peak, warm_up
         self._ids, self._held_out = ids[: -HELD_OUT * window - 1], ids[-HELD_OUT * window - 1 :]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=DECAY)
@@ -66,7 +67,7 @@ class SmallTraining:
         starts = torch.randint(len(self._ids) - self.window - 1, (self._windows, 1), generator=generator)
         rows = self._ids[starts + torch.arange(self.window + 1)]  # (windows, window + 1)
         self.gradients.zero_()
-        loss = F.cross_entropy(self.model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        loss = F.cross_entropy(self.net(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
