@@ -91,7 +91,7 @@ def build_local(
     if not able.why_not:
         beside_exact, ends = not all(packed), exact.get("ends", WHOLE)
         options: dict[str, Any] = {"plan": plan, "max_seq": max_seq, "hash_activations": hash_activations, "ends": ends}
-        return build_packed(checkpoint, comm, beside_exact=beside_exact, **options), packed
+        return build_packed(checkpoint, comm, beside_exact=beside_exact, batch_invariant=same_bits, **options), packed
     if compute == "auto" and isinstance(checkpoint, GgufCheckpoint) and device.type == "cpu":
         log.warning("hostring: rank %d computes with dequantised weights: %s", comm.rank, able.why_not)
     return build(checkpoint, comm, plan=plan, device=device, **wishes), packed

@@ -77,7 +77,7 @@ def test_packed_logits_have_one_hash_in_any_company(world_size: int, packable: P
     needs_ggml()
 
     def run(comm: hostring.Comm) -> tuple[str, set[str]]:
-        model = build_packed(GgufCheckpoint(packable), comm, max_seq=256)
+        model = build_packed(GgufCheckpoint(packable), comm, max_seq=256, batch_invariant=True)
         cache, hashes = model.new_cache(), set()
         alone = sha256([whole(model, model.step(torch.tensor([p]), cache))[0] for p in pieces_of([])])
         for company in (0, 1, 3, 7):
@@ -99,7 +99,7 @@ def test_packed_logits_have_one_hash_in_any_company(world_size: int, packable: P
 def test_every_sequence_of_a_packed_step_has_its_own_logits(packable: Path) -> None:
     """One of them reads more than 256 cached positions, beside short ones."""
     needs_ggml()
-    model = build_packed(GgufCheckpoint(packable), hostring.init(0, 1), max_seq=600)
+    model = build_packed(GgufCheckpoint(packable), hostring.init(0, 1), max_seq=600, batch_invariant=True)
     sequences = [*others(3, 4), [list(range(300)), [1], list(range(280)), [2]]]
     together = run_together(model, sequences)
     for sequence, rows in zip(sequences, together, strict=True):

@@ -181,9 +181,10 @@ class LocalModel:
         """Feed tokens of several sequences in one step, such as a chunk of one prompt and the last tokens of others.
 
         A collective: all ranks call it with the same tokens in the same order, each with its own caches. Every rank
-        multiplies all rows at once, and they are reduced together, twice per layer. Where all ranks compute packed,
-        the logits of a sequence have the same bits whatever stands beside it. On exact ranks they may differ in the
-        last bits, since torch's kernels add in another order for another number of rows.
+        multiplies all rows at once, and they are reduced together, twice per layer. With
+        `same_bits`, the logits of a sequence have the same bits whatever stands beside it. Otherwise the last bits may
+        differ: packed ranks take another way for many rows, and torch's kernels add in another order for another
+        number of rows.
 
         Args:
             rows: (cache, token ids) of each sequence, every cache once, one id or more of each.

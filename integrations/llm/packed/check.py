@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
@@ -32,14 +32,32 @@ def check_formats(ggml: Ggml, files: Sequence[npt.NDArray[np.uint8]], tensors: d
         error = _error(ggml, files[info.part], info)
         if not error <= MAX_PRODUCT_ERROR:
             raise Unavailable(f"ggml's product of {kind.name} blocks ({name}) is off by {error:.1%}")
+        if kind != GGMLQuantizationType.F32 and not _converts_alike(ggml, files[info.part], info):
+            raise Unavailable(f"ggml converts {kind.name} blocks ({name}) to other numbers than gguf does")
+
+
+def _blocks(data: npt.NDArray[np.uint8], info: TensorInfo) -> npt.NDArray[np.uint8]:
+    """The first rows of a matrix as they are stored."""
+    n_rows = min(MAX_CHECKED_ROWS, info.shape[0])
+    return data[info.offset : info.offset + n_rows * info.row_nbytes].reshape(n_rows, info.row_nbytes)
+
+
+def _converts_alike(ggml: Ggml, data: npt.NDArray[np.uint8], info: TensorInfo) -> bool:
+    """Whether float32 of a few rows are gguf's, but for one rounding."""
+    blocks = np.ascontiguousarray(_blocks(data, info))
+    wanted = dequantize(blocks, info.kind)
+    found = np.empty(wanted.shape, np.float32)
+    ggml.to_float(int(info.kind))(blocks.ctypes.data, found.ctypes.data, found.size)
+    return bool(np.allclose(found, wanted, rtol=1e-6, atol=1e-6 * float(np.abs(wanted).max(initial=0.0))))
 
 
 def _error(ggml: Ggml, data: npt.NDArray[np.uint8], info: TensorInfo) -> float:
     """The error of a few products together, relative to their norm."""
     arena = Arena(ggml)
-    n_rows = min(MAX_CHECKED_ROWS, info.shape[0])
-    blocks = arena.array((n_rows, info.row_nbytes), np.uint8)
-    blocks[:] = data[info.offset : info.offset + blocks.nbytes].reshape(blocks.shape)
+    stored = _blocks(data, info)
+    n_rows = len(stored)
+    blocks = arena.array(stored.shape, np.uint8)
+    blocks[:] = stored
     x, y = arena.array((1, info.shape[1])), arena.array((1, n_rows))
     x[0] = random_factors(info.shape[1])
     graph = Graph(arena, 8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes as C
 import importlib.util
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -55,6 +56,19 @@ class Tensor(C.Structure):
     ]
 
 
+class TypeTraits(C.Structure):
+    """The beginning of `struct ggml_type_traits`."""
+
+    _fields_ = [
+        ("name", C.c_char_p),
+        ("block", C.c_int64),
+        ("interleaved", C.c_int64),
+        ("block_nbytes", C.c_size_t),
+        ("is_quantised", C.c_bool),
+        ("to_float", C.CFUNCTYPE(None, C.c_void_p, C.c_void_p, C.c_int64)),
+    ]
+
+
 _P, _I, _L, _Z, _F, _B = C.c_void_p, C.c_int, C.c_int64, C.c_size_t, C.c_float, C.c_bool
 
 # name without "ggml_": result, arguments
@@ -63,6 +77,7 @@ SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "free": (None, (_P,)),
     "type_size": (_Z, (_I,)),
     "blck_size": (_L, (_I,)),
+    "get_type_traits": (C.POINTER(TypeTraits), (_I,)),
     "tensor_overhead": (_Z, ()),
     "new_tensor_1d": (_P, (_P, _I, _L)),
     "new_tensor_2d": (_P, (_P, _I, _L, _L)),
@@ -148,6 +163,18 @@ class Ggml:
         if not context:
             raise MemoryError(f"ggml has no memory for {n_tensors} tensors")
         return context
+
+    def to_float(self, kind: int) -> Callable[[int, int, int], None]:
+        """What converts blocks of an element type: from an address, to an address of float32, so many elements.
+
+        Raises:
+            Unavailable: the library describes its types in another way than expected.
+        """
+        traits = self.get_type_traits(kind).contents
+        sizes, wanted = (traits.block, traits.block_nbytes), (self.blck_size(kind), self.type_size(kind))
+        if sizes != wanted or not traits.to_float:
+            raise Unavailable(f"a type of {PACKAGE} has another layout than expected ({sizes}, {wanted}); {_install()}")
+        return traits.to_float  # type: ignore[no-any-return]
 
     def _check_layout(self) -> None:
         """Make two tensors and see that they read as `Tensor` says."""

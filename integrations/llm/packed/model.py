@@ -22,6 +22,7 @@ from hostring.integrations.llm.packed.decoder import PackedDecoder, units_of
 from hostring.integrations.llm.packed.library import Unavailable
 from hostring.integrations.llm.packed.step import Steps
 from hostring.integrations.llm.packed.units import Tree, folded
+from hostring.integrations.llm.packed.wide import MIN_WIDE_ROWS, WideSteps
 
 
 @dataclass
@@ -31,21 +32,26 @@ class PackedForward:
     Attributes:
         decoder: weights as they are in the file, and how its graphs are built.
         alone: no other rank adds anything, and nobody watches the stream: a step reduces nothing then.
+        batch_invariant: a row has the same bits whatever rows a step has beside it. Otherwise steps of many rows take a
+            faster way.
     """
 
     decoder: PackedDecoder
     reducer: HiddenReducer
     alone: bool
     ends: Ends = WHOLE
+    batch_invariant: bool = False
     boundaries: Boundaries = field(default_factory=Boundaries, init=False)
     compute: str = field(default="packed", init=False)
     compiled: bool = field(default=False, init=False)
     dtype: torch.dtype = field(default=torch.float32, init=False)
     device: torch.device = field(default=torch.device("cpu"), init=False)
     _steps: Steps = field(init=False)
+    _wide: WideSteps = field(init=False)
 
     def __post_init__(self) -> None:
         self._steps = Steps(self.decoder, None if self.alone else self)
+        self._wide = WideSteps(self.decoder, None if self.alone else self)
 
     def end_graphs_at_sums(self) -> None:
         """Compute every step in graphs that end at the sums, also where no other rank adds anything: somebody looks at
@@ -85,7 +91,9 @@ class PackedForward:
 
     def step_rows(self, rows: Rows, stream: npt.NDArray[np.float32] | None = None, every: bool = False) -> Tensor:
         """See `Forward.step_rows`."""
-        return torch.from_numpy(self._steps.run(rows, stream, every))
+        wide = sum(len(ids) for _, ids in rows) >= MIN_WIDE_ROWS and not self.batch_invariant
+        steps = self._wide if wide else self._steps
+        return torch.from_numpy(steps.run(rows, stream, every))
 
     def begin(self, x: npt.NDArray[np.float32]) -> None:
         """See `Sums`."""
@@ -112,6 +120,7 @@ def build_packed(
     threads: int | None = None,
     beside_exact: bool = False,
     ends: Ends = WHOLE,
+    batch_invariant: bool = False,
 ) -> LocalModel:
     """Map this rank's part of a GGUF file, and check the kernels on its own blocks.
 
@@ -120,6 +129,7 @@ def build_packed(
         plan: who holds what; shares must be whole units (see `UnitPlan`). As even as units allow when not given.
         threads: that compute; as many as torch uses when not given.
         beside_exact, ends: see `PackedDecoder`.
+        batch_invariant: see `PackedForward`; the same on all ranks.
 
     Raises:
         Unavailable: this file can't be decoded packed here, or not by this plan; says why.
@@ -139,5 +149,5 @@ def build_packed(
     checkpoint.bytes_read += decoder.nbytes_held
     audit = StreamAudit(2 * config.num_hidden_layers) if hash_activations else None
     reducer = HiddenReducer(comm, config.hidden_size, audit)
-    forward = PackedForward(decoder, reducer, comm.world_size == 1 and audit is None, ends)
+    forward = PackedForward(decoder, reducer, comm.world_size == 1 and audit is None, ends, batch_invariant)
     return LocalModel(forward, config, plan, comm, reducer, max_seq)

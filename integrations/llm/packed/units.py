@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -10,8 +11,8 @@ import numpy.typing as npt
 Tree: TypeAlias = "int | tuple[Tree, Tree]"  # a position in a list, or two subtrees
 
 
-def folded(tree: Tree, terms: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """The sum of `terms` along their first dimension, in the order of `tree`."""
+def folded(tree: Tree, terms: Sequence[npt.NDArray[np.float32]] | npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The sum of `terms`, in the order of `tree`."""
     if isinstance(tree, int):
         found: npt.NDArray[np.float32] = terms[tree]
         return found
