@@ -34,7 +34,7 @@ class Server:
 
     def __init__(self, *args: str) -> None:
         command = [sys.executable, "-m", "hostring", "serve", *args, "--port", "0"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8")
         self.url = ""
 
     def __enter__(self) -> Server:

@@ -63,7 +63,7 @@ function draw(found) {
   const figures = [
     ["tokens/s", found.tokens_per_s.toFixed(1)], ["texts running", found.running], ["texts waiting", found.waiting],
     ["steps/s", found.steps_per_s.toFixed(1)], ["tokens generated", found.generated_tokens.toLocaleString("en")],
-    ["prompt tokens kept", found.cached_tokens.toLocaleString("en")],
+    ["cached tokens", found.cached_tokens.toLocaleString("en")],
   ];
   part("figures").replaceChildren(...figures.map(([name, value]) =>
     element("div", { className: "figure" }, element("b", { textContent: value }), element("span", { textContent: name }))));
@@ -74,13 +74,19 @@ function draw(found) {
     element("time", { textContent: new Date(at * 1000).toLocaleTimeString() }), text)));
 }
 
+// Where ranks stand: two side by side, more on an ellipse, the first at the top. Returns places and the picture's height.
+function ring(n, width, reach) {
+  const first = n > 2 ? -Math.PI / 2 : Math.PI, angles = Array.from({ length: n }, (_, rank) => first + (2 * Math.PI * rank) / n);
+  const heights = angles.map((angle) => (n > 2 ? 120 * Math.sin(angle) : 0));
+  const top = Math.min(...heights) - 48, places = angles.map((angle, i) => [width / 2 + reach * Math.cos(angle), heights[i] - top]);
+  return [places, Math.max(...heights) - top + 48];
+}
+
 function drawPicture(found) {
-  const n = found.world_size, narrow = part("cluster").clientWidth < 500, width = narrow ? 380 : 640, height = n > 2 ? 340 : 130, picture = part("picture");
+  const n = found.world_size, narrow = part("cluster").clientWidth < 500, picture = part("picture");
+  const width = narrow ? 380 : 640, reach = narrow ? 130 : 190, [places, height] = ring(n, width, reach);
   picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  const place = (rank) => {
-    const angle = (2 * Math.PI * rank) / n - (n > 2 ? Math.PI / 2 : Math.PI);
-    return [width / 2 + Math.cos(angle) * (narrow ? 130 : 190), height / 2 + (n > 2 ? Math.sin(angle) * (height / 2 - 50) : 0)];
-  };
+  const place = (rank) => places[rank];
   const lines = [], labels = [];
   for (let a = 0; a < n; a++) {
     for (let b = a + 1; b < n; b++) {
