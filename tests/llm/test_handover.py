@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from demo_jobs import PROMPTS, job, silent
 from gguf import GGMLQuantizationType as Kind
 from llm_models import packable_model, write_gguf
+from ranks import side_by_side
 from serving_ranks import ask, served
 
 import hostring
@@ -22,11 +26,13 @@ from hostring.integrations.llm.checkpoint.weights import open_checkpoint
 from hostring.integrations.llm.compute import build_local
 from hostring.integrations.llm.conversation import Conversation
 from hostring.integrations.llm.demo.job import BUNDLED, make_job
-from hostring.integrations.llm.generate import Generation
+from hostring.integrations.llm.demo.measure import measure
+from hostring.integrations.llm.generation import Generation
 from hostring.integrations.llm.handover import transfer
 from hostring.integrations.llm.handover.blocks import BlockFormat, CorruptBlock, laid_out, pack, unpack
 from hostring.integrations.llm.handover.roles import Roles, roles
 from hostring.integrations.llm.packed.library import Unavailable, load
+from hostring.rendezvous import MemoryStore
 
 PROMPT, TOKENS = "In the beginning", 16
 IDS = [5, 17, 3, 250, 9, 9, 101]
@@ -189,6 +195,46 @@ def test_a_lost_rank_is_named_with_the_text_so_far(run_ranks: RunRanks) -> None:
         assert "rank 1" in error
         assert rank == 1
         assert 2 <= n_tokens < TOKENS
+
+
+@pytest.mark.parametrize("both", [(0, 1), (1, 0)])
+def test_a_rank_that_comes_back_takes_its_role_again(both: tuple[int, int]) -> None:
+    """The head keeps the text so far, and the next prompt is answered."""
+    store, gone, work = MemoryStore(), threading.Event(), job(*PROMPTS, dtypes=("float32",) * 2, patience=20.0)
+    work = replace(work, roles=both)
+    comms: dict[int, hostring.Comm] = {}
+    results: dict[int, Any] = {}
+    pieces: list[str] = []
+
+    def tell(kind: str, value: Any) -> None:
+        if kind == "text":
+            pieces.append(value)
+        if len(pieces) > 5 and not gone.is_set():
+            comms[1].session.group.abort()
+            gone.set()
+
+    def body(who: int, rank: int) -> None:
+        if who == 2:
+            assert gone.wait(40)
+        try:
+            with hostring.init(rank, 2, store=store, transport="tcp", timeout=20, rejoin=who == 2) as comm:
+                comms.setdefault(rank, comm)
+                stays = work if who != 1 else replace(work, patience=0.0)
+                results[who] = measure(stays, comm, tell if rank == 0 else silent)
+        except Exception as exc:
+            results[who] = exc
+
+    side_by_side([partial(body, who, rank) for who, rank in ((0, 0), (1, 1), (2, 1))])
+    assert isinstance(results[1], hostring.HostringError)
+    assert results[2] is None
+    first, second = results[0]["turns"]
+    assert first["lost"]["rank"] == 1
+    assert 5 < len(first["tokens"]) < 24
+    assert second["complete"]
+    assert results[0]["faults"] == []
+    assert results[0]["plan"]["roles"] == {"prefill": both[0], "decode": both[1]}
+    assert results[0]["kv_bytes"] > 0
+    assert results[0]["overlap"]["transfer_s"] > 0
 
 
 def test_a_step_that_does_not_fit_is_refused_on_both(run_ranks: RunRanks) -> None:
