@@ -44,6 +44,10 @@ Groups = Annotated[
         "one for each stage by default. 1 lets a step pass all stages before the next begins.",
     ),
 ]
+Replay = Annotated[
+    bool,
+    typer.Option("--replay", help="Texts that a lost rank breaks off go on when it is back, instead of ending there."),
+]
 Context = Annotated[
     int | None, typer.Option(min=2, help="Positions of each text, prompt included; at most 4096 by default.")
 ]
@@ -91,6 +95,7 @@ def serve(
     streams: Streams = 8,
     queue: Queue = 64,
     groups: Groups = None,
+    replay: Replay = False,
     context: Context = None,
     allow_host: AllowHost = None,
     allow_origin: AllowOrigin = None,
@@ -194,6 +199,7 @@ def _options(given: dict[str, Any]) -> Any:
         streams=given["streams"],
         queue=given["queue"],
         groups=given["groups"],
+        replay=given["replay"],
         context=given["context"],
         allow_hosts=tuple(given["allow_host"] or ()),
         allow_origins=tuple(given["allow_origin"] or ()),

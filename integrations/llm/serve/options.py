@@ -27,6 +27,7 @@ class ServeOptions:
         allow_origins: web pages of these origins may call it too.
         groups: of the texts that are written, each of which passes another stage of a pipeline meanwhile; as many as
             there are stages when None.
+        replay: texts that a lost rank broke off go on when it is back, instead of ending in an error.
         step_limit_s: a prompt's part of one step is cut so that a step takes about so long, while others are written.
     """
 
@@ -41,6 +42,7 @@ class ServeOptions:
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
     groups: int | None = None
+    replay: bool = False
     step_limit_s: float = 0.2
 
     def __post_init__(self) -> None:

@@ -157,13 +157,18 @@ class Scheduler:
         return found
 
     def broken(self, why: str) -> None:
-        """The group failed: every text under way ends here. Those that wait go on waiting."""
+        """The group failed: every text under way ends here, or waits to be replayed. Those that wait go on waiting."""
         with self._changed:
             self.why_not = why
             running, self._running, self._admissions = list(self._running.values()), {}, []
+            if self._options.replay:
+                self._waiting.extendleft(reversed(running))
         for sequence in running:
-            self._count("broken")
-            sequence.deliver(Broken(why))
+            if self._options.replay:
+                sequence.restart()
+            else:
+                self._count("broken")
+                sequence.deliver(Broken(why))
         self._slots.forget()
         self._under_way.forget()
 
@@ -206,17 +211,16 @@ class Scheduler:
         with self._changed:
             while self._waiting and self._slots.free:
                 sequence = self._waiting.popleft()
-                request = sequence.request
-                slot, cached = self._slots.take(request.ids)
-                if request.prompt_logprobs:
+                slot, cached = self._slots.take(sequence.prompt)
+                if sequence.scores_prompt:
                     cached = 0
                 sequence.start(slot, cached)
                 self._running[slot] = sequence
-                self.totals.prompt_tokens += len(request.ids)
+                self.totals.prompt_tokens += len(sequence.prompt)
                 self.totals.cached_tokens += cached
-                n_candidates = request.candidates(self.largest_shard)
-                rest = request.ids[cached:]
-                self._admissions.append(Admission(slot, cached, rest, n_candidates, request.prompt_logprobs))
+                n_candidates = sequence.request.candidates(self.largest_shard)
+                rest = sequence.prompt[cached:]
+                self._admissions.append(Admission(slot, cached, rest, n_candidates, sequence.scores_prompt))
 
     def _rows(self) -> tuple[Row, ...]:
         """One row for each text of the group that has waited longest, and as much of the prompts as the pace allows,
@@ -228,7 +232,7 @@ class Scheduler:
         rows = [Row(s.slot, 1, s.tokens[-1]) for s in group]
         budget = min(self._pace.budget(len(group)), self._under_way.max_chunk)
         for sequence in reading:
-            count = min(sequence.prompt_left, budget, 1 if sequence.request.prompt_logprobs else budget)
+            count = min(sequence.prompt_left, budget, 1 if sequence.scores_prompt else budget)
             if count < 1:
                 break
             sequence.fed += count

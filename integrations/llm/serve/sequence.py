@@ -27,6 +27,7 @@ class Sequence:
         cancelled: nobody wants it any more. Any thread may set it.
         slot: of its KV cache, once it has one. cached: positions that were in there.
         tokens: generated so far.
+        prompt: what is fed before the next choice: the ids of the request, and after a restart the tokens so far.
         fed: tokens of the prompt that are computed, the cached ones included.
         awaited: a step is under way whose logits say how it goes on.
         turn: when it was last part of a step, as a count.
@@ -39,6 +40,7 @@ class Sequence:
         self.cached = self.fed = self.turn = 0
         self.awaited = False
         self.tokens: list[int] = []
+        self.prompt, self._restarted = request.ids, False
         self._eos_ids = frozenset() if request.ignore_eos else tokenizer.eos_ids
         self._chooser = Chooser(request)
         self._stream, self._stops = tokenizer.stream(), StopScanner(request.stop)
@@ -49,24 +51,37 @@ class Sequence:
     @property
     def prompt_left(self) -> int:
         """Tokens of the prompt that are not computed yet."""
-        return len(self.request.ids) - self.fed
+        return len(self.prompt) - self.fed
+
+    @property
+    def scores_prompt(self) -> bool:
+        """The logits after each position of the prompt are wanted."""
+        return self.request.prompt_logprobs and not self.tokens
 
     @property
     def ids(self) -> list[int]:
         """All ids whose positions are computed. The last token has not been fed yet."""
-        return [*self.request.ids[: self.fed], *self.tokens[:-1]]
+        generated = len(self.request.ids) + len(self.tokens) - len(self.prompt)  # since the last restart
+        return [*self.prompt[: self.fed], *(self.tokens[-generated:-1] if generated else ())]
 
     def start(self, slot: int, cached: int) -> None:
         """It has a slot, whose cache holds its first `cached` tokens."""
         self.slot, self.cached, self.fed = slot, cached, cached
-        self.deliver(Started(cached))
+        if not self._restarted:
+            self.deliver(Started(cached))
+
+    def restart(self) -> None:
+        """All KV caches are lost: what it has is fed again, and it goes on where it was."""
+        self.prompt, self._restarted, self.awaited = (*self.request.ids, *self.tokens), self.slot >= 0, False
+        if not self.tokens:
+            self._prompt_logprobs.clear()
 
     def accept(self, logits: Logits) -> bool:
         """Take the logits after the last position that was fed. Returns whether more is wanted."""
-        if self.request.prompt_logprobs and self.fed < len(self.request.ids):
+        if self.scores_prompt and self.fed < len(self.request.ids):
             self._prompt_logprobs.append(self._chooser.logprob(logits, self.request.ids[self.fed]))
             return True
-        if self.request.prompt_logprobs and not self.tokens:
+        if self.scores_prompt:
             self.deliver(PromptLogprobs(tuple(self._prompt_logprobs)))
             if self.request.max_tokens == 0:
                 return self._end(LENGTH)

@@ -50,7 +50,7 @@ class UnderWay:
         for row in rows:
             sequence = sequences[row.slot]
             sequence.turn = self._turns
-            ended = not sequence.prompt_left or sequence.request.prompt_logprobs
+            ended = not sequence.prompt_left or sequence.scores_prompt
             sequence.awaited = row.token != FROM_PROMPT or ended
         self._steps.append(Issued(rows, sequences))
 
