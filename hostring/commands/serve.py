@@ -20,7 +20,16 @@ _SERVE_PACKAGES = (
     "prometheus_client",
     "llguidance",
 )  # what the extra `serve` brings beside them
-
+_SAME = (
+    "host",
+    "port",
+    "name",
+    "streams",
+    "queue",
+    "groups",
+    "replay",
+    "context",
+)  # options that `ServeOptions` has too
 
 Model = Annotated[
     str | None, typer.Argument(help="A GGUF file or a Hugging Face directory; the bundled model when not given.")
@@ -192,15 +201,8 @@ def _options(given: dict[str, Any]) -> Any:
     options = _load("options")
     return options.ServeOptions(
         job,
-        host=given["host"],
-        port=given["port"],
-        name=given["name"],
+        **{name: given[name] for name in _SAME},
         api_keys=options.read_keys(given["api_key_file"]),
-        streams=given["streams"],
-        queue=given["queue"],
-        groups=given["groups"],
-        replay=given["replay"],
-        context=given["context"],
         allow_hosts=tuple(given["allow_host"] or ()),
         allow_origins=tuple(given["allow_origin"] or ()),
     )
