@@ -30,10 +30,12 @@ from hostring.integrations.llm.generation import Generation
 from hostring.integrations.llm.handover import transfer
 from hostring.integrations.llm.handover.roles import Roles
 from hostring.integrations.llm.packed.library import Unavailable, load
+from hostring.integrations.llm.packed.wide import MIN_WIDE_ROWS
 from hostring.rendezvous import MemoryStore
 
 PROMPT, TOKENS = "In the beginning", 16
 IDS = [5, 17, 3, 250, 9, 9, 101]
+MANY = list(range(MIN_WIDE_ROWS + 8))
 CONFIG = open_checkpoint(BUNDLED).config
 RunRanks = Callable[..., list[Any]]
 
@@ -100,11 +102,11 @@ def test_packed_and_exact_ranks(ways: tuple[str, ...], architecture: str, tmp_pa
 
     def logits(plan: Roles | None, ways: tuple[str, ...], comm: hostring.Comm) -> Any:
         part, packed = build_local(
-            open_checkpoint(path), comm, ways[comm.rank], torch.device("cpu"), plan=plan, max_seq=64,
+            open_checkpoint(path), comm, ways[comm.rank], torch.device("cpu"), plan=plan, max_seq=128,
             hash_activations=False, compile=False, dtype=torch.float32,
         )  # fmt: skip
         cache, other = part.new_cache(), part.new_cache()
-        steps = [part.step(torch.tensor([ids]), cache).clone() for ids in (IDS, [8], [4], IDS[:3], [6])]
+        steps = [part.step(torch.tensor([ids]), cache).clone() for ids in (IDS, [8], [4], IDS[:3], [6], MANY)]
         part.step(torch.tensor([IDS[:2]]), other)
         steps += part.step_rows([(cache, [7]), (other, [9, 3])]).clone().split(1)
         comm.barrier()  # the last blocks are confirmed

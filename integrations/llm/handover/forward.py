@@ -64,7 +64,7 @@ class HandoverForward:
         n_layers = self.inner.config.num_hidden_layers
         self.handing = Handing(self.comm, self.roles, self.forms[self.roles.prefill], n_layers)
         if isinstance(forward, PackedForward) and self.handing.prefills:
-            forward.end_graphs_at_sums()
+            forward.show_sums()
 
     @property
     def nbytes_held(self) -> int:

@@ -50,13 +50,17 @@ class PackedForward:
     _wide: WideSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        self._steps = Steps(self.decoder, None if self.alone else self)
-        self._wide = WideSteps(self.decoder, None if self.alone else self)
+        self._make_steps()
 
-    def end_graphs_at_sums(self) -> None:
-        """Compute every step in graphs that end at the sums, also where no other rank adds anything: somebody looks at
-        what is done in between."""
-        self.alone, self._steps = False, Steps(self.decoder, self)
+    def _make_steps(self) -> None:
+        sums = None if self.alone else self
+        self._steps, self._wide = Steps(self.decoder, sums), WideSteps(self.decoder, sums)
+
+    def show_sums(self) -> None:
+        """Let every step call the reducer for its sums, also where no other rank adds anything: somebody looks at what
+        is done in between."""
+        self.alone = False
+        self._make_steps()
 
     @property
     def nbytes_held(self) -> int:
