@@ -86,6 +86,17 @@ RejoinTimeout = Annotated[
 SameBits = Annotated[
     bool, typer.Option("--same-bits", help="Promise the bits of any number of ranks, or refuse at start.")
 ]
+Speculate = Annotated[
+    str,
+    typer.Option(
+        metavar="off|lookup",
+        help="lookup: guess tokens that followed the same words before, and check several in one step where that pays.",
+    ),
+]
+Draft = Annotated[
+    Path | None, typer.Option(help="Guess with this smaller model of the same vocabulary, on the head rank.")
+]
+DraftMax = Annotated[int, typer.Option(min=1, help="The most guesses for a text in one step.")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds for start-up and for each collective.")]
 
 
@@ -115,6 +126,9 @@ def serve(
     topology: Topology = "auto",
     rejoin_timeout: RejoinTimeout = 300.0,
     same_bits: SameBits = False,
+    speculate: Speculate = "off",
+    draft: Draft = None,
+    draft_max: DraftMax = 7,
     timeout: Timeout = 120.0,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: chat, completions, streams, and a page to chat on.
@@ -194,6 +208,9 @@ def _options(given: dict[str, Any]) -> Any:
         compute=given["compute"],
         plan=given["plan"],
         same_bits=given["same_bits"],
+        speculate=given["speculate"],
+        draft="" if given["draft"] is None else str(given["draft"].absolute()),
+        draft_max=given["draft_max"],
         topology=topology,
         order=order,
         timeout=given["timeout"],

@@ -77,9 +77,8 @@ class RankModel:
                 compile=self.job.compile_of(comm.rank) if comm is self.comm else False,
             )
             self._loaded = dtypes, model
-            if comm is self.comm and self.job.speculation.on:
-                model.speculate(self.job.speculation)
             if comm is self.comm:
+                model.speculate(self.job.speculation)
                 self._packed_ranks, self.plan = model.packed_ranks, model.sharded.plan
         return self._loaded[1]
 
@@ -90,8 +89,7 @@ class RankModel:
             self._packed_ranks = stay(self._loaded[1].sharded, comm)
             if self.job.same_bits:
                 promise(comm, "")
-            if self.job.speculation.on:
-                self._loaded[1].speculate(self.job.speculation)
+            self._loaded[1].speculate(self.job.speculation)
         else:
             self._packed_ranks = None
         self.comm = comm

@@ -54,7 +54,9 @@ class RankPart:
     def __init__(self, options: ServeOptions, comm: Comm, device: str) -> None:
         self._device = find_device(device)
         self._options = self._agreed(options, comm)
+        self._guesses = 0  # the most of a row
         self.model: Model = self._load(comm)
+        self._speculate()
         self._slots: dict[int, _Slot] = {}
 
     @property
@@ -72,6 +74,13 @@ class RankPart:
         limits = {"streams": options.streams, "context": options.context, "groups": options.groups}
         told = json.loads(comm.broadcast_bytes(json.dumps(limits).encode(), root=HEAD_RANK))
         return replace(options, **told, job=plan_together(options.job, comm, self._device, loaded))
+
+    def _speculate(self) -> None:
+        """Guess tokens, where the head wants that. A collective."""
+        wish = self._options.job.speculation
+        self.model.speculate(wish)
+        most = self.comm.broadcast_bytes(bytes([wish.most if wish.on else 0]), root=HEAD_RANK)
+        self._guesses = most[0]
 
     def _load(self, comm: Comm) -> Model:
         job = self._options.job
@@ -96,6 +105,7 @@ class RankPart:
                 promise(comm, "")
         else:
             self.model = self._load(comm)
+        self._speculate()
 
     def admit(self, admission: Admission) -> None:
         """A sequence takes a slot."""
@@ -125,7 +135,7 @@ class RankPart:
         slot = self._slots[row.slot]
         keep, slot.keep = slot.keep, None
         if row.token != FROM_PROMPT:
-            return Feed(row.slot, (row.token,), slot.n_candidates, keep)
+            return Feed(row.slot, (row.token, *row.guesses), slot.n_candidates, row.start, row.positions)
         slot.fed += row.positions
         chosen = slot.every or slot.fed == len(slot.ids)
         ids = slot.ids[slot.fed - row.positions : slot.fed]
@@ -139,26 +149,31 @@ class RankPart:
         """
         logits = self._logits(mine) if mine else None
         parts = brought_of(oldest)
-        used = parts[-1].start + 2 * parts[-1].count if parts else 0
-        found = np.zeros(max(used, plan_width(self._options.streams)), np.int32)
+        used = parts[-1].stop if parts else 0
+        found = np.zeros(max(used, plan_width(self._options.streams, self._guesses)), np.int32)
         if logits is not None and mine is oldest:
-            chosen = [row for feed, row in zip(mine, logits, strict=True) if feed.n_candidates]
-            for part, row in zip(parts, chosen, strict=True):
-                found[part.start :][: 2 * part.count] = self._candidates(row, part.count).ravel()
+            of_feeds = torch.split(logits, [feed.choices for feed in mine])
+            chosen = [rows for feed, rows in zip(mine, of_feeds, strict=True) if feed.n_candidates]
+            for part, rows in zip(parts, chosen, strict=True):
+                found[part.start : part.stop] = np.concatenate(
+                    [self._candidates(row, part.count).ravel() for row in rows]
+                )
         else:
             found[:used] = _nothing(parts)
         return found
 
     def _logits(self, step: Step) -> Tensor:
-        """This rank's logits of each row's last position, shape (rows, local vocabulary)."""
+        """This rank's logits of each row's last position, or of all of them where guesses are checked, shape
+        (positions, local vocabulary)."""
         feeds = []
         for feed in step:
             cache = self._slots[feed.slot].cache
             if feed.keep is not None:
                 cache.truncate(feed.keep)
             feeds.append((cache, feed.ids))
-        if len(feeds) > 1:
-            return self.model.sharded.step_rows(feeds)
+        every = any(feed.choices > 1 for feed in step)
+        if len(feeds) > 1 or every:
+            return self.model.sharded.step_rows(feeds, every)
         cache, tokens = feeds[0]
         return self.model.sharded.step(torch.tensor([tokens]), cache)
 
@@ -193,7 +208,7 @@ def _nbytes(cache: Cache) -> int:
 
 def _nothing(parts: Sequence[Brought]) -> npt.NDArray[np.int32]:
     """What a rank brings that has computed another step: candidates that stand for no token."""
-    found = [np.full((2, part.count), -1, np.int32) for part in parts]
+    found = [np.full((2, part.count), -1, np.int32) for part in parts for _ in range(part.choices)]
     for one in found:
         one[0].view(np.float32).fill(-np.inf)
     return np.concatenate([one.ravel() for one in found]) if found else np.empty(0, np.int32)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
 from hostring.integrations.llm.serve.choosing import Logits
+from hostring.integrations.llm.serve.guessing import Guessing
 from hostring.integrations.llm.serve.options import ServeOptions
 from hostring.integrations.llm.serve.prefill import PrefillPace
 from hostring.integrations.llm.serve.sequence import Sequence
@@ -19,6 +20,7 @@ from hostring.integrations.llm.serve.slots import KvSlots
 from hostring.integrations.llm.serve.steps import FROM_PROMPT, Admission, Brought, Plan, Row
 from hostring.integrations.llm.serve.text_request import Broken, Deliver, TextRequest
 from hostring.integrations.llm.serve.under_way import UnderWay
+from hostring.integrations.llm.speculation.speculator import Speculator
 
 HEARTBEAT_S = 1.0  # between two steps while there is nothing to do, so that a rank that dies meanwhile is noticed
 REPORT_S = 1.0  # between two reports of all ranks
@@ -55,10 +57,20 @@ class Scheduler:
 
     Args:
         groups: of texts, whose steps are in a pipeline at the same time; see `StepWindow`.
+        speculator: guesses tokens; None where nothing is guessed.
+
+    Attributes:
+        guessing: what came of guesses.
     """
 
     def __init__(
-        self, options: ServeOptions, tokenizer: ChatTokenizer, largest_shard: int, max_seq: int, groups: int = 1
+        self,
+        options: ServeOptions,
+        tokenizer: ChatTokenizer,
+        largest_shard: int,
+        max_seq: int,
+        groups: int = 1,
+        speculator: Speculator | None = None,
     ) -> None:
         self.why_not = "the ranks are loading"
         self.totals = Totals()
@@ -70,6 +82,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}  # by slot, in the order of admission
         self._under_way = UnderWay(groups)
+        self.guessing = Guessing(speculator, max_seq)
         self._admissions: list[Admission] = []
         self._reported = self._step_began = monotonic()
         self._ending = False
@@ -139,9 +152,11 @@ class Scheduler:
         self._step_began = now
         done = self._under_way.end_of_oldest()
         self.totals.steps += bool(done.rows)
+        right = 0
         for part in brought:
-            numbers = stacked[:, part.start : part.start + 2 * part.count]
-            self._accept(done.sequences[part.slot], Logits.of(numbers.reshape(len(stacked), 2, part.count)))
+            numbers = stacked[:, part.start : part.stop].reshape(len(stacked), part.choices, 2, part.count)
+            right += self._accept(done.sequences[part.slot], [Logits.of(numbers[:, n]) for n in range(part.choices)])
+        self.guessing.note(done.rows, right)
         self._drop_cancelled()
         self._admit()
         reports = now - self._reported >= REPORT_S
@@ -164,6 +179,7 @@ class Scheduler:
             if self._options.replay:
                 self._waiting.extendleft(reversed(running))
         for sequence in running:
+            self.guessing.forget(sequence)
             if self._options.replay:
                 sequence.restart()
             else:
@@ -178,16 +194,19 @@ class Scheduler:
         while self._waiting:
             self._waiting.popleft().deliver(Broken(why))
 
-    def _accept(self, sequence: Sequence, logits: Logits) -> None:
+    def _accept(self, sequence: Sequence, logits: list[Logits]) -> int:
+        """Take what came of a step. Returns how many guesses were right."""
         sequence.awaited = False
         if self._running.get(sequence.slot) is not sequence or sequence.cancelled:
-            return
+            return 0
         before = len(sequence.tokens)
-        goes_on = sequence.accept(logits)
-        self.totals.generated_tokens += len(sequence.tokens) - before
+        goes_on = sequence.accept_all(logits)
+        came = len(sequence.tokens) - before
+        self.totals.generated_tokens += came
         if not goes_on:
             self._count("complete")
             self._release(sequence)
+        return max(0, came - 1)
 
     def _drop_cancelled(self) -> None:
         for sequence in [s for s in self._running.values() if s.cancelled]:
@@ -201,6 +220,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         del self._running[sequence.slot]
+        self.guessing.forget(sequence)
         self._slots.give_back(sequence.slot, sequence.ids)
 
     def _count(self, how: str) -> None:
@@ -229,7 +249,8 @@ class Scheduler:
         ready = sorted((s for s in writing if not s.awaited), key=lambda s: s.turn)
         group = ready[: self._under_way.group_size(len(writing))]
         reading = [s for s in self._running.values() if s.prompt_left and not s.awaited]
-        rows = [Row(s.slot, 1, s.tokens[-1]) for s in group]
+        depth = self.guessing.depth(len(group), bool(reading))
+        rows = [self.guessing.row(s, depth) for s in group]
         budget = min(self._pace.budget(len(group)), self._under_way.max_chunk)
         for sequence in reading:
             count = min(sequence.prompt_left, budget, 1 if sequence.scores_prompt else budget)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
 from hostring.integrations.llm.serve.choosing import Chooser, Logits
 from hostring.integrations.llm.serve.stops import StopScanner
@@ -29,6 +31,8 @@ class Sequence:
         tokens: generated so far.
         prompt: what is fed before the next choice: the ids of the request, and after a restart the tokens so far.
         fed: tokens of the prompt that are computed, the cached ones included.
+        guesses: tokens that the step under way checks. guessed, right: how many there were so far, and how many of them
+            came.
         awaited: a step is under way whose logits say how it goes on.
         turn: when it was last part of a step, as a count.
     """
@@ -38,6 +42,8 @@ class Sequence:
         self.cancelled = False
         self.slot = -1
         self.cached = self.fed = self.turn = 0
+        self.guesses: tuple[int, ...] = ()
+        self.guessed = self.right = 0
         self.awaited = False
         self.tokens: list[int] = []
         self.prompt, self._restarted = request.ids, False
@@ -64,6 +70,11 @@ class Sequence:
         generated = len(self.request.ids) + len(self.tokens) - len(self.prompt)  # since the last restart
         return [*self.prompt[: self.fed], *(self.tokens[-generated:-1] if generated else ())]
 
+    @property
+    def length(self) -> int:
+        """How many that are."""
+        return self.fed + max(0, len(self.request.ids) + len(self.tokens) - len(self.prompt) - 1)
+
     def start(self, slot: int, cached: int) -> None:
         """It has a slot, whose cache holds its first `cached` tokens."""
         self.slot, self.cached, self.fed = slot, cached, cached
@@ -73,8 +84,21 @@ class Sequence:
     def restart(self) -> None:
         """All KV caches are lost: what it has is fed again, and it goes on where it was."""
         self.prompt, self._restarted, self.awaited = (*self.request.ids, *self.tokens), self.slot >= 0, False
+        self.guesses = ()
         if not self.tokens:
             self._prompt_logprobs.clear()
+
+    def accept_all(self, logits: Iterable[Logits]) -> bool:
+        """Take the logits after each token of a step, while its guesses are right. Returns whether more is wanted."""
+        guesses, self.guesses = self.guesses, ()
+        self.guessed += len(guesses)
+        for n, one in enumerate(logits):
+            self.right += n > 0
+            if not self.accept(one):
+                return False
+            if self.tokens[-1:] != list(guesses[n : n + 1]) or n == len(guesses):
+                break
+        return True
 
     def accept(self, logits: Logits) -> bool:
         """Take the logits after the last position that was fed. Returns whether more is wanted."""
@@ -118,5 +142,6 @@ class Sequence:
             self._give(self._stops.finish())
             if self._pending:  # of tokens that stand for no text
                 self.deliver(Piece("", tuple(logprob for _, logprob in self._pending)))
-        self.deliver(Ended(STOP if self._stops.found else reason, len(self.tokens)))
+        why = STOP if self._stops.found else reason
+        self.deliver(Ended(why, len(self.tokens), self.guessed, self.right))
         return False

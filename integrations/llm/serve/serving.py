@@ -61,7 +61,7 @@ def serve_rank(
         part = RankPart(options, comm, device)
         model = part.model
         shard, max_seq = max(model.sharded.plan.vocab), model.sharded.max_seq
-        scheduler = Scheduler(options, model.tokenizer, shard, max_seq, part.groups)
+        scheduler = Scheduler(options, model.tokenizer, shard, max_seq, part.groups, model.speculator)
         cluster = Cluster(comm.world_size)
         stack.callback(scheduler.refuse_all, "the server is shutting down")
         server.start(Service(options, scheduler, cluster, model.tokenizer, model.sharded.config.vocab_size))

@@ -82,10 +82,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Ended:
-    """There is no more text. `reason` is STOP or LENGTH; `generated`: tokens."""
+    """There is no more text. `reason` is STOP or LENGTH; `generated`: tokens; `guessed`: those that were guessed on the
+    way; `right`: guesses that came."""
 
     reason: str
     generated: int
+    guessed: int = 0
+    right: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.local_model import LocalModel
 from hostring.integrations.llm.prefix import PrefixCache
 
+MAX_CACHES = 8  # of texts that go on in turn
 _CHUNK = 512  # positions in one forward pass over a prompt
 
 
@@ -29,23 +30,37 @@ class DraftModel:
 
     def __init__(self, model: LocalModel, n_ids: int) -> None:
         self._model, self._n_ids = model, n_ids
-        self._known = PrefixCache(model.new_cache())
+        self._known: list[PrefixCache] = []  # the one used last comes last
 
     def guesses(self, ids: Sequence[int], count: int) -> list[int]:
         """So many ids after `ids`; fewer, or none, where its KV cache ends. None of them: only read `ids`."""
-        cache, found = self._known.cache, list[int]()
-        count = min(count, cache.max_seq - len(ids) + 1)
-        if len(ids) > cache.max_seq:
+        count, found = min(count, self._model.max_seq - len(ids) + 1), list[int]()
+        if len(ids) > self._model.max_seq:
             return []
-        rest = self._known.reuse(self._model.comm, ids)
+        known = self._known_of(ids)
+        cache, rest = known.cache, known.reuse(self._model.comm, ids)
         for at in range(0, len(rest), _CHUNK):
             logits = self._model.step(torch.tensor([rest[at : at + _CHUNK]]), cache)
         while len(found) < count:
             if found:
                 logits = self._model.step(torch.tensor([found[-1:]]), cache)
             found.append(int(logits[0, : self._n_ids].argmax()))
-        self._known.ids = [*ids, *found[:-1]]
+        known.ids = [*ids, *found[:-1]]
         return found
+
+    def _known_of(self, ids: Sequence[int]) -> PrefixCache:
+        """The cache of a text that begins like this one, else another one."""
+        best = max(self._known, key=lambda known: common_start(known.ids, ids), default=None)
+        if best is None or common_start(best.ids, ids) < len(best.ids) // 2:
+            full = len(self._known) >= MAX_CACHES
+            best = self._known[0] if full else PrefixCache(self._model.new_cache())
+        self._known = [*(known for known in self._known if known is not best), best]
+        return best
+
+
+def common_start(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids are the same from the start."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def load_draft(path: str | Path, tokenizer: ChatTokenizer, max_seq: int, device: str = "cpu") -> DraftModel:

@@ -24,6 +24,11 @@ class Guesser:
         if draft is not None:
             draft.guesses(self._ids, 0)
 
+    @property
+    def length(self) -> int:
+        """Ids of the text so far."""
+        return len(self._ids)
+
     def extend(self, ids: Sequence[int]) -> None:
         """The text goes on with these ids."""
         self._ids += ids

@@ -28,6 +28,7 @@ def cluster_view(service: Service) -> dict[str, Any]:
         "tokens_per_s": (now.generated - before.generated) / seconds,
         "generated_tokens": scheduler.totals.generated_tokens,
         "cached_tokens": scheduler.totals.cached_tokens,
+        "tokens_per_step": scheduler.guessing.totals.tokens_per_step,
         "lost": sorted(cluster.lost),
         "events": list(cluster.events),
         "ranks": _ranks(before.reports, now.reports, seconds),

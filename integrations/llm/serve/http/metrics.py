@@ -27,14 +27,19 @@ class Metrics:
         """See prometheus_client's `Collector`."""
         scheduler, totals = self._service.scheduler, self._service.scheduler.totals
         running, waiting = scheduler.in_flight
+        guesses = scheduler.guessing.totals
         yield GaugeMetricFamily("hostring_up", "1 while requests can be answered.", float(not scheduler.why_not))
         yield GaugeMetricFamily("hostring_texts_running", "Texts that are computed now.", running)
         yield GaugeMetricFamily("hostring_texts_waiting", "Texts that wait for a place.", waiting)
+        words = "Tokens that a text got from each of its steps, on average since the start."
+        yield GaugeMetricFamily("hostring_tokens_per_step", words, guesses.tokens_per_step)
         for name, words, value in (
             ("steps", "Steps of all ranks.", totals.steps),
             ("prompt_tokens", "Tokens of prompts.", totals.prompt_tokens),
             ("cached_tokens", "Tokens of prompts that were in a KV cache.", totals.cached_tokens),
             ("generated_tokens", "Tokens that were generated.", totals.generated_tokens),
+            ("guessed_tokens", "Tokens that were guessed, and checked in a step.", guesses.guessed),
+            ("right_guesses", "Guessed tokens that were right.", guesses.right),
         ):
             yield CounterMetricFamily(f"hostring_{name}", words, value)
         ended = CounterMetricFamily("hostring_texts", "Texts by how they ended.", labels=["ended"])

@@ -17,7 +17,7 @@ class Usage:
     def __init__(self, prompts: list[int], n: int) -> None:
         self._prompt_tokens, self._n = sum(prompts), n
         self._cached: dict[int, int] = {}  # of the first text of each prompt
-        self._generated = 0
+        self._generated = self._guessed = self._right = 0
 
     def note(self, index: int, event: Event) -> None:
         """Something has happened to the text with this number."""
@@ -25,11 +25,18 @@ class Usage:
             self._cached[index] = event.cached
         elif isinstance(event, Ended):
             self._generated += event.generated
+            self._guessed += event.guessed
+            self._right += event.right
 
     def as_dict(self) -> dict[str, Any]:
-        return {
+        found: dict[str, Any] = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._generated,
             "total_tokens": self._prompt_tokens + self._generated,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+        if self._guessed:
+            wrong = self._guessed - self._right
+            counts = {"accepted_prediction_tokens": self._right, "rejected_prediction_tokens": wrong}
+            found["completion_tokens_details"] = counts
+        return found
