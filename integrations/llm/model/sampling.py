@@ -113,7 +113,10 @@ class Sampler:
         Returns:
             the id, or None when the largest logit is not a finite number.
         """
-        values, ids = np.ascontiguousarray(stacked[:, 0]).view(np.float32).ravel(), stacked[:, 1].ravel()
+        return self.pick(np.ascontiguousarray(stacked[:, 0]).view(np.float32).ravel(), stacked[:, 1].ravel())
+
+    def pick(self, values: npt.NDArray[np.float32], ids: npt.NDArray[np.int32]) -> int | None:
+        """`choose` among logits and their ids, each of shape (n,); ids below 0 stand for nothing."""
         real = (ids >= 0) & ~np.isneginf(values)  # rows without a token have -inf
         values, ids = values[real], ids[real]
         if not values.size or not np.isfinite(values.max()):  # NaN counts as the largest

@@ -24,11 +24,6 @@ class Logits:
         """stacked: what `local_candidates` gave on every rank, shape (world_size, 2, n_candidates)."""
         return Logits(np.ascontiguousarray(stacked[:, 0]).view(np.float32).ravel(), stacked[:, 1].ravel())
 
-    @property
-    def stacked(self) -> npt.NDArray[np.int32]:
-        """As one rank would bring them, shape (1, 2, n)."""
-        return np.stack((np.ascontiguousarray(self.values).view(np.int32), self.ids))[None]
-
 
 class Chooser:
     """Chooses one sequence's tokens, on the head rank alone."""
@@ -40,7 +35,8 @@ class Chooser:
 
     def choose(self, logits: Logits) -> int | None:
         """The next token's id, or None when the largest logit is not a finite number."""
-        token = self._sampler.choose(self._guided(self._changed(logits)).stacked)
+        changed = self._guided(self._changed(logits))
+        token = self._sampler.pick(changed.values, changed.ids)
         if token is not None:
             self._counts[token] += 1
         return token
@@ -48,6 +44,8 @@ class Chooser:
     def _changed(self, logits: Logits) -> Logits:
         """With bias and penalties."""
         request = self._request
+        if not (request.logit_bias or request.frequency_penalty or request.presence_penalty):
+            return logits
         changes = dict(request.logit_bias)
         if request.frequency_penalty or request.presence_penalty:
             for token, count in self._counts.items():

@@ -85,7 +85,7 @@ class Scheduler:
         self.guessing = Guessing(speculator, max_seq)
         self._admissions: list[Admission] = []
         self._reported = self._step_began = monotonic()
-        self._ending = False
+        self._ending = self._some_cancelled = False
 
     # For any thread.
 
@@ -116,7 +116,7 @@ class Scheduler:
 
     def cancel(self, sequence: Sequence) -> None:
         """Nobody wants this text any more; it is not part of the next step."""
-        sequence.cancelled = True
+        sequence.cancelled = self._some_cancelled = True
         with self._changed:
             self._changed.notify()
 
@@ -209,6 +209,9 @@ class Scheduler:
         return max(0, came - 1)
 
     def _drop_cancelled(self) -> None:
+        if not self._some_cancelled:
+            return
+        self._some_cancelled = False
         for sequence in [s for s in self._running.values() if s.cancelled]:
             self._count("cancelled")
             self._release(sequence)

@@ -1,9 +1,14 @@
-"""The texts of one HTTP request: submitted together, their events in one queue."""
+"""The texts of one HTTP request: submitted together, their events in one mailbox.
+
+The thread that takes events shares the interpreter with the thread of the steps. So an event costs as little here as it
+can: no task and no timer of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.types import Receive
@@ -16,6 +21,50 @@ GONE = None
 """In place of an event: the client has gone away."""
 
 
+class Mailbox:
+    """What one reader waits for."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[tuple[int, Event] | None] = deque()
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, event: tuple[int, Event] | None) -> None:
+        """On the thread of the loop."""
+        self._events.append(event)
+        self.wake()
+
+    def put_from_thread(self, event: tuple[int, Event] | None) -> None:
+        """On any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self.put, event)
+
+    def wake(self) -> None:
+        """Let the reader look, if it waits."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def arrive(self) -> None:
+        """Until there is an event, or `wake` is called."""
+        if not self._events:
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+
+    def take(self) -> tuple[int, Event] | None:
+        """The oldest event.
+
+        Raises:
+            IndexError: there is none.
+        """
+        return self._events.popleft()
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+
 class Answers:
     """Texts under way.
 
@@ -24,8 +73,7 @@ class Answers:
     """
 
     def __init__(self, scheduler: Scheduler, requests: Sequence[TextRequest]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
+        self._mailbox = Mailbox()
         self._scheduler = scheduler
         self._left = len(requests)
         try:
@@ -36,24 +84,27 @@ class Answers:
             raise ApiError(503, str(exc), code="unavailable") from exc
 
     def _deliver(self, index: int) -> Deliver:
-        def deliver(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the HTTP thread has ended
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
-
-        return deliver
+        return lambda event: self._mailbox.put_from_thread((index, event))
 
     @property
     def complete(self) -> bool:
         """No more events come."""
         return not self._left
 
-    async def next(self, wait_s: float | None = None) -> tuple[int, Event] | None:
-        """The next event with the number of its text, or GONE.
+    async def arrive(self) -> bool:
+        """Until there is an event, or until `wake` is called. Returns whether there is one."""
+        await self._mailbox.arrive()
+        return bool(self._mailbox)
 
-        Raises:
-            TimeoutError: nothing happened in `wait_s` seconds.
-        """
-        found = await asyncio.wait_for(self._queue.get(), wait_s)
+    def wake(self) -> None:
+        """Let `arrive` return."""
+        self._mailbox.wake()
+
+    async def next(self) -> tuple[int, Event] | None:
+        """The next event with the number of its text, or GONE."""
+        while not self._mailbox:
+            await self._mailbox.arrive()
+        found = self._mailbox.take()
         if found is not None and isinstance(found[1], Ended | Broken):
             self._left -= 1
         return found
@@ -67,7 +118,7 @@ class Answers:
     @contextlib.asynccontextmanager
     async def watched(self, receive: Receive) -> AsyncIterator[None]:
         """Inside, a client that goes away ends its texts; at the end, what is not complete is cancelled."""
-        watcher = asyncio.create_task(_until_gone(receive, lambda: self._queue.put_nowait(GONE)))
+        watcher = asyncio.create_task(_until_gone(receive, lambda: self._mailbox.put(GONE)))
         try:
             yield
         finally:
