@@ -15,6 +15,7 @@ from hostring.commands import (
     plan,
     plan_model,
     serve,
+    top,
     trace,
     tune,
     xray,
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for group in (launch, certify, model, serve, cluster, trace, doctor, tune, plan, plan_model, xray, evidence):
+for group in (launch, certify, model, serve, top, cluster, trace, doctor, tune, plan, plan_model, xray, evidence):
     group.add(app)
 
 
