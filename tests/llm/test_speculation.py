@@ -100,6 +100,11 @@ def test_more_is_guessed_the_slower_the_link_and_the_better_the_guesses() -> Non
     assert 400 / steps[0.1, 0.5] > 1.5
 
 
+def test_many_texts_have_fewer_guesses_each() -> None:
+    depth = Depth(7, always=True)
+    assert [depth.choose(n) for n in (1, 3, 4, 7, 8, 15, 16)] == [7, 7, 3, 3, 1, 1, 0]
+
+
 def generated(path: Path, comm: hostring.Comm, wish: Speculation | None, sampling: Sampling, **how: Any) -> Generation:
     model = load_model(path, comm, **how)
     if comm.rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 DEPTHS = (1, 3, 7, 15)  # guesses for each sequence; few, since packed ranks keep graphs for each number of rows
+MAX_ROWS = 31  # of a step with guesses: from 32 on, packed ranks may multiply in another way, with other last bits
 MAX_LOSS = 0.02  # of the time: what guesses that failed may have cost. Then there are none until that is true again.
 MAX_TRIAL_LOSS = 0.01  # of the time: what trials may cost that are expected to lose
 MAX_CREDIT = 10.0  # steps that right guesses may have saved before: later ones may lose as much again, but no more
@@ -33,18 +34,19 @@ class Depth:
 
     def choose(self, sequences: int = 1) -> int:
         """Guesses for each of so many sequences in the next step."""
-        if self._always or not self._most:
-            return self._most
+        depths = [depth for depth in self._depths if sequences * (depth + 1) <= MAX_ROWS]
+        if self._always or not depths:
+            return depths[-1] if depths else 0
         plain = self._times.get(sequences)
         if plain is None or len(plain) < MIN_PLAIN_STEPS:
             return 0
         allowed, plain_s = MAX_LOSS * self._total - self._lost, _middle(plain)
         if allowed < 0:
             return 0
-        best = max(self._depths, key=lambda depth: self._tokens(depth) / self._step_s(sequences, depth))
+        best = max(depths, key=lambda depth: self._tokens(depth) / self._step_s(sequences, depth))
         if self._tokens(best) / self._step_s(sequences, best) > 1 / plain_s:
             return best
-        least = self._depths[0]  # to learn whether that is still so
+        least = depths[0]  # to learn whether that is still so
         extra, spare = self._step_s(sequences, least) - plain_s, allowed - (MAX_LOSS - MAX_TRIAL_LOSS) * self._total
         return least if extra <= spare else 0
 
