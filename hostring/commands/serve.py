@@ -139,10 +139,7 @@ def serve(
     options = dict(locals())
     from hostring.group.environment import launched
 
-    for package in _LLM_PACKAGES:
-        need(package, "llm", "hostring serve")
-    for package in _SERVE_PACKAGES:
-        need(package, "serve", "hostring serve")
+    _need_packages()
     if machines is not None and local is not None:
         raise ValueError("--machines is one rank on each of several machines, --local several on this one; give one")
     if machines is not None:
@@ -152,6 +149,14 @@ def serve(
     else:
         options["device"] = device or "cpu"
         raise typer.Exit(_load("start").serve_local(_options(options)))
+
+
+def _need_packages() -> None:
+    """Before any process starts or waits for another."""
+    for package in _LLM_PACKAGES:
+        need(package, "llm", "hostring serve")
+    for package in _SERVE_PACKAGES:
+        need(package, "serve", "hostring serve")
 
 
 def _open_cluster(machines: int, model: str | None) -> None:
@@ -187,15 +192,27 @@ def _load(name: str) -> Any:
 
 def _options(given: dict[str, Any]) -> Any:
     """What the command line says, as `ServeOptions`."""
+    options = _load("options")
+    return options.ServeOptions(
+        _job(given),
+        **{name: given[name] for name in _SAME},
+        api_keys=options.read_keys(given["api_key_file"]),
+        allow_hosts=tuple(given["allow_host"] or ()),
+        allow_origins=tuple(given["allow_origin"] or ()),
+    )
+
+
+def _job(given: dict[str, Any]) -> Any:
+    """What the command line says of the model and the ranks, as `Job`."""
     from hostring.topologies.rules import check_order
 
     topology = given["topology"]
     order = "tree" if topology == "tree" else os.environ.get("HOSTRING_ORDER") or "rank"
     check_order(topology, order)
-    job = importlib.import_module("hostring.integrations.llm.demo.job").make_job(
-        model=given["model"],
+    same = ("model", "dtypes", "compute", "plan", "same_bits", "speculate", "draft_max", "topology", "timeout")
+    return importlib.import_module("hostring.integrations.llm.demo.job").make_job(
+        **{name: given[name] for name in same},
         ranks=given["local"],
-        dtypes=given["dtypes"],
         devices=given["device"],
         prompts=(),
         max_tokens=1,
@@ -205,21 +222,6 @@ def _options(given: dict[str, Any]) -> Any:
         seed=0,
         controls=False,
         patience=given["rejoin_timeout"],
-        compute=given["compute"],
-        plan=given["plan"],
-        same_bits=given["same_bits"],
-        speculate=given["speculate"],
         draft="" if given["draft"] is None else str(given["draft"].absolute()),
-        draft_max=given["draft_max"],
-        topology=topology,
         order=order,
-        timeout=given["timeout"],
-    )
-    options = _load("options")
-    return options.ServeOptions(
-        job,
-        **{name: given[name] for name in _SAME},
-        api_keys=options.read_keys(given["api_key_file"]),
-        allow_hosts=tuple(given["allow_host"] or ()),
-        allow_origins=tuple(given["allow_origin"] or ()),
     )
