@@ -46,13 +46,17 @@ def worker(options: argparse.Namespace) -> None:
         wishes = {"off": Speculation(), "lookup": Speculation("lookup")}
         if options.draft:
             wishes["draft"] = Speculation(draft=options.draft)
+        speculators = {}
+        for name, wish in wishes.items():
+            model.speculate(wish)
+            speculators[name], model.speculator = model.speculator, None
         found: list[dict[str, Any]] = []
         model.generate("Warm up.", max_tokens=4)
         for text, prompt in (("repeating", REPEATING), ("other", OTHER)):
             sampling = Sampling() if text == "repeating" else Sampling(1.0, top_p=0.98, seed=5)
             for turn in range(options.rounds):
-                for name, wish in wishes.items():
-                    model.speculate(wish)
+                for name in wishes:
+                    model.speculator = speculators[name]
                     one = model.generate(prompt, sampling, max_tokens=options.tokens)
                     stats = one.stats
                     about = {"text": text, "turn": turn, "with": name, "tokens": one.tokens, "words": one.text}

@@ -8,12 +8,13 @@ DEPTHS = (1, 3, 7, 15)  # guesses for each sequence; few, since packed ranks kee
 MAX_ROWS = 31  # of a step with guesses: from 32 on, packed ranks may multiply in another way, with other last bits
 MAX_LOSS = 0.02  # of the time: what guesses that failed may have cost. Then there are none until that is true again.
 MAX_TRIAL_LOSS = 0.01  # of the time: what trials may cost that are expected to lose
+MAX_FIRST_LOSS = 0.5  # steps that the first trial may cost, before there is much time of which to take a share
 MAX_CREDIT = 10.0  # steps that right guesses may have saved before: later ones may lose as much again, but no more
 MAX_TIMES = 5  # of steps with as many rows, of which the lower median counts
 MIN_PLAIN_STEPS = 3  # without guesses, before any: their time is what the others are compared with
 _FIRST_HITS, _FIRST_TRIES = 2.0, 3.0  # before anything is known of hits
 _MEMORY = 0.9  # what a step's hits still weigh after the next one
-_FIRST_SHAPE = 4.0  # a step of a new number of rows takes longer once: so many times what a row takes to compute
+_FIRST_SHAPE = 1.0  # a step of a new number of rows takes longer once: so many times what a row takes to compute
 
 
 class Depth:
@@ -40,7 +41,8 @@ class Depth:
         plain = self._times.get(sequences)
         if plain is None or len(plain) < MIN_PLAIN_STEPS:
             return 0
-        allowed, plain_s = MAX_LOSS * self._total - self._lost, _middle(plain)
+        plain_s = _middle(plain)
+        allowed = MAX_LOSS * self._total - self._lost + MAX_FIRST_LOSS * plain_s
         if allowed < 0:
             return 0
         best = max(depths, key=lambda depth: self._tokens(depth) / self._step_s(sequences, depth))
@@ -77,11 +79,16 @@ class Depth:
         return float((1 - p ** (depth + 1)) / (1 - p))
 
     def _step_s(self, sequences: int, depth: int) -> float:
-        """What a step takes; where none was measured, what computing its rows one after the other would add."""
+        """What a step takes; where none was measured, what steps of fewer rows say, or half of what computing its rows
+        one after the other would add."""
         rows = sequences * (depth + 1)
         if rows in self._times:
             return _middle(self._times[rows])
-        return _middle(self._times[sequences]) + self._computed * (rows - sequences + _FIRST_SHAPE)
+        plain_s, of_row = _middle(self._times[sequences]), self._computed / 2
+        fewer = max((known for known in self._times if sequences < known < rows), default=0)
+        if fewer:
+            of_row = min(max(0.0, _middle(self._times[fewer]) - plain_s) / (fewer - sequences), self._computed)
+        return plain_s + of_row * (rows - sequences) + _FIRST_SHAPE * self._computed
 
 
 def _middle(values: deque[float]) -> float:
