@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,16 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate": "ffn_gate_exps",
+    "mlp.experts.up": "ffn_up_exps",
+    "mlp.experts.down": "ffn_down_exps",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+GGUF_KINDS = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "mixtral": "llama"}
 
 
 def write_gguf(
@@ -149,22 +158,23 @@ def write_gguf(
     the file, and replace keys; tensors named in `without` are left out.
     """
     config = model.config
-    writer = gguf.GGUFWriter(path, config.model_type)
+    writer = gguf.GGUFWriter(path, GGUF_KINDS.get(config.model_type, config.model_type))
     _add_shape(writer, config)
     if tokenizer is not None:
         _add_tokenizer(writer, tokenizer)
-    state = dict(model.state_dict())
+    state = _with_fused_experts(model.state_dict())
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     block = gguf.GGML_QUANT_SIZES[kind][0]
     for name, tensor in state.items():
         values = tensor.float().numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if config.model_type in ("llama", "smollm3") and heads:
+        if config.model_type in ("llama", "smollm3", "mixtral") and heads and values.ndim == 2:
             values = values.reshape(heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(tensor.shape)
         if _gguf_name(name) in without:
             continue
-        used = kind if values.ndim == 2 and values.shape[1] % block == 0 else gguf.GGMLQuantizationType.F32
+        blocks = values.ndim >= 2 and values.shape[-1] % block == 0 and "ffn_gate_inp" not in _gguf_name(name)
+        used = kind if blocks else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(np.ascontiguousarray(values), used)
         writer.add_tensor(_gguf_name(name), data, raw_dtype=used)
     change(writer)
@@ -173,6 +183,18 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _with_fused_experts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Gate and up of all experts as one tensor each."""
+    found: dict[str, Any] = {}
+    for name, tensor in state.items():
+        stem, _, kind = name.rpartition(".")
+        if stem.endswith(".experts") and kind == "gate_up_proj":
+            found[f"{stem}.gate.weight"], found[f"{stem}.up.weight"] = tensor.chunk(2, 1)
+        else:
+            found[f"{stem}.down.weight" if stem.endswith(".experts") else name] = tensor
+    return found
 
 
 def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -185,6 +207,13 @@ def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if n_experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+        writer.add_expert_count(n_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if config.model_type in ("qwen3_moe", "qwen2_moe"):
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if config.model_type == "qwen2_moe":
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def _gguf_name(name: str) -> str:

@@ -12,12 +12,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint_models import TOKENS, close
+from checkpoint_models import TOKENS, close, edit
 from expert_models import CONFIGS, exact_part, expert_model, last_two, wanted
+from gguf import GGMLQuantizationType as Kind
+from llm_models import write_gguf
 
 import hostring
+from hostring.integrations.llm.checkpoint.weights import open_checkpoint
 from hostring.integrations.llm.model.routing import Routes
 from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.planning.choose import choose
+from hostring.integrations.llm.planning.footprint import Way
+from hostring.integrations.llm.planning.model_file import read_model_file
+from hostring.integrations.llm.planning.ranks import RankSpec
 
 UNEVEN = {2: ShardPlan((2, 1), (17, 7), (40, 27)), 3: ShardPlan((1, 1, 1), (0, 19, 5), (30, 7, 30))}
 
@@ -32,15 +39,15 @@ def test_exact_logits_on_any_number_of_ranks(kind: str, tmp_path: Path, run_rank
     model = expert_model(kind)
     model.save_pretrained(tmp_path)
     want = wanted(model)
+    fused = write_gguf(model, tmp_path / "m.gguf", Kind.F32)
     columns = 24 if kind.startswith("qwen") else 56
-    for world_size in (1, 2, 3):
-        plans = [None, *([stretched(UNEVEN[world_size], columns)] if world_size > 1 else [])]
-        for plan in plans:
+    for path, world_size, even in ((tmp_path, 1, True), (tmp_path, 2, True), (fused, 2, False), (tmp_path, 3, False)):
+        plan = None if even else stretched(UNEVEN[world_size], columns)
 
-            def body(comm: hostring.Comm, plan: ShardPlan | None = plan) -> torch.Tensor:
-                return last_two(exact_part(tmp_path, comm, plan=plan), comm)
+        def body(comm: hostring.Comm, path: Path = path, plan: ShardPlan | None = plan) -> torch.Tensor:
+            return last_two(exact_part(path, comm, plan=plan), comm)
 
-            assert close(run_ranks(world_size, body)[0], want), (world_size, plan)
+        assert close(run_ranks(world_size, body)[0], want), (path, world_size, plan)
 
 
 def test_8_of_256_experts_are_added_up(tmp_path: Path, run_ranks: Callable[..., list[Any]]) -> None:
@@ -156,3 +163,48 @@ def test_ranks_have_the_bits_of_a_serial_control(
     for thread in threads:
         thread.join(60)
     assert all(torch.equal(a, b) for a, b in zip(found, control, strict=True))
+
+
+def test_a_plan_holds_all_experts_and_reads_those_that_a_token_uses(tmp_path: Path) -> None:
+    model = expert_model("qwen2_moe")
+    model.save_pretrained(tmp_path)
+    found = [read_model_file(path) for path in (tmp_path, write_gguf(model, tmp_path / "m.gguf", Kind.F32))]
+    one, shared = 3 * 48 * 24, 3 * 48 * 48
+    for header in found:
+        assert header.mlp_in.elements + header.mlp_out.elements == 2 * (8 * one + shared)  # two layers
+        assert header.read_share == (3 * one + shared) / (8 * one + shared)
+        assert header.nbytes == 4 * sum(p.numel() for p in model.parameters())
+    ranks = [RankSpec("a", Way(), "a", 10**9), RankSpec("b", Way(), "b", 10**9)]
+    plan = choose(found[0], ranks).solution.plan
+    assert sum(plan.columns) == 24
+
+
+REFUSED_KEYS: dict[str, Any] = {
+    "expert_gating_func": 2,
+    "expert_weights_norm": False,
+    "expert_feed_forward_length": 23,
+    "expert_group_count": 2,
+    "leading_dense_block_count": 1,
+}
+
+
+@pytest.mark.parametrize("key", REFUSED_KEYS)
+def test_other_experts_in_gguf_files_are_refused_by_name(key: str, tmp_path: Path) -> None:
+    arch_key, value = f"qwen3moe.{key}", REFUSED_KEYS[key]
+
+    def change(writer: Any) -> None:
+        for part in writer.kv_data:
+            part.pop(arch_key, None)
+        writer.add_bool(arch_key, value) if isinstance(value, bool) else writer.add_uint32(arch_key, value)
+
+    path = write_gguf(expert_model("qwen3_moe"), tmp_path / "m.gguf", Kind.F32, change=change)
+    with pytest.raises(ValueError, match=f"qwen3moe.{key} is"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(("field", "value"), [("decoder_sparse_step", 2), ("mlp_only_layers", [0])])
+def test_layers_without_experts_are_refused_by_name(field: str, value: Any, tmp_path: Path) -> None:
+    expert_model("qwen3_moe").save_pretrained(tmp_path)
+    edit(tmp_path, **{field: value})
+    with pytest.raises(ValueError, match=f"{field} is"):
+        open_checkpoint(tmp_path)

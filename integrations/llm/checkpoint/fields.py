@@ -87,6 +87,10 @@ class Fields:
             said = " or ".join(_short(a) for a in accepted)
             raise self.wrong(name, f"{said}, or none: this decoder does not compute anything else")
 
+    def asked(self, name: str) -> bool:
+        """Whether somebody has asked for the field."""
+        return self.prefix + name in self._asked
+
     def ignore(self, names: Collection[str]) -> None:
         """These fields change nothing, whatever they say."""
         self._asked.update(self.prefix + name for name in names)

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from hostring.integrations.llm.checkpoint.fields import Fields, naming
+from hostring.integrations.llm.checkpoint.gguf_experts import ALWAYS_EXPERTS, experts_from_gguf
 from hostring.integrations.llm.checkpoint.gguf_rope import rope_from_gguf
 from hostring.integrations.llm.model.config import ModelConfig
 
-GGUF_ARCHITECTURES = ("qwen3", "qwen2", "llama", "smollm3")  # Mistral's files say "llama"
-INTERLEAVED = ("llama", "smollm3")
-"""Architectures for which llama.cpp's converter interleaves the two halves of every query and key head."""
+GGUF_ARCHITECTURES = ("qwen3", "qwen2", "llama", "smollm3", *ALWAYS_EXPERTS)  # Mistral's and Mixtral's say "llama"
+INTERLEAVED = ("llama", "smollm3", "mixtral")
+"""Model types for which llama.cpp's converter interleaves the two halves of every query and key head."""
 
 _UNROTATED_EVERY = {"smollm3": 4}  # which no key says: llama.cpp knows it, too
 
@@ -28,8 +29,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "embedding_scale": (0.0, 1.0),
-    "expert_count": (0,),
-    "expert_used_count": (0,),
     "expert_shared_count": (0,),
     "leading_dense_block_count": (0,),
     "nextn_predict_layers": (0,),
@@ -58,11 +57,12 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
     _refuse_other_values(fields)
     vocab, hidden = _shape(source, shapes, "token_embd.weight")
     q_rows, k_rows = (_shape(source, shapes, f"blk.0.attn_{n}.weight")[0] for n in "qk")
-    columns = _shape(source, shapes, "blk.0.ffn_up.weight")[0]
+    kind, experts, up = experts_from_gguf(fields, arch, shapes)
+    columns = _shape(source, shapes, up)[0]
     heads = fields.whole("attention.head_count")
     head_dim = fields.whole("attention.key_length", max(1, q_rows // heads))
     _check_heads(fields, heads, head_dim, q_rows)
-    _check_sizes(fields, shapes, head_dim, k_rows // head_dim)
+    _check_sizes(fields, shapes, head_dim, k_rows // head_dim, columns)
     fields.only("attention.scale", 0.0, head_dim**-0.5)
     with naming(source):
         config = ModelConfig(
@@ -73,7 +73,7 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
             num_attention_heads=heads,
             num_key_value_heads=fields.whole("attention.head_count_kv", heads),
             head_dim=head_dim,
-            model_type=arch,
+            model_type=kind,
             rms_norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
             rope_theta=fields.real("rope.freq_base", 10000.0),
             rope_scaling=rope_from_gguf(fields),
@@ -84,6 +84,8 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
             mlp_bias=_has(shapes, "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
             tie_word_embeddings="output.weight" not in shapes,
             unrotated_layers=_unrotated_layers(fields, arch),
+            qk_norm_across=arch == "olmoe",
+            experts=experts,
         )
     fields.ignore(_HARMLESS)
     fields.refuse_unknown(what="keys of the architecture")
@@ -114,8 +116,8 @@ def _refuse_other_files(general: Fields) -> None:
 
 def _shape(source: object, shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
     if name not in shapes:
-        experts = any("_exps." in other or ".ffn_up.0." in other or "ffn_gate_inp" in other for other in shapes)
-        why = "it is a mixture of experts, which is not supported" if experts else "a dense decoder has one"
+        experts = any(".ffn_up.0." in other or "ffn_gate_inp" in other for other in shapes)
+        why = "it has experts, and expert_count doesn't say so" if experts else "a decoder of its kind has one"
         raise ValueError(f"{source} has no tensor {name}; {why}")
     shape = shapes[name]
     if len(shape) != 2 or 0 in shape:
@@ -133,14 +135,16 @@ def _check_heads(fields: Fields, heads: int, head_dim: int, q_rows: int) -> None
         )
 
 
-def _check_sizes(fields: Fields, shapes: Mapping[str, tuple[int, ...]], head_dim: int, kv_heads: int) -> None:
-    """What the metadata says again must be what the tensors say."""
+def _check_sizes(
+    fields: Fields, shapes: Mapping[str, tuple[int, ...]], head_dim: int, kv_heads: int, columns: int
+) -> None:
+    """What the metadata says again must be what the tensors say. columns: of the MLP."""
     vocab, hidden = shapes["token_embd.weight"]
     layers = {name.split(".")[1] for name in shapes if name.startswith("blk.")}
     for key, size in (
         ("vocab_size", vocab),
         ("embedding_length", hidden),
-        ("feed_forward_length", shapes["blk.0.ffn_up.weight"][0]),
+        *(() if fields.asked("feed_forward_length") else (("feed_forward_length", columns),)),
         ("block_count", len(layers)),
         ("attention.head_count_kv", kv_heads),
         ("attention.value_length", head_dim),

@@ -16,41 +16,15 @@ from torch import Tensor
 from hostring.integrations.llm.checkpoint.checkpoint import check_shape, check_tensors, missing
 from hostring.integrations.llm.checkpoint.gguf_config import INTERLEAVED, config_from_gguf
 from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
+from hostring.integrations.llm.checkpoint.gguf_names import gguf_name
 from hostring.integrations.llm.checkpoint.gguf_parts import read_parts
 from hostring.integrations.llm.checkpoint.gguf_rope import with_divisors
 from hostring.integrations.llm.checkpoint.layout import TensorSlice, layer_of, renumbered
 from hostring.integrations.llm.model.rope import RopeScaling
 
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
 _ROPE = "rope_freqs.weight"
 _TABLES = (".attn_rot_embd", ".attn_rot_embd.weight", "rotary_emb.inv_freq")
 _SIXTEEN_BIT = {GGMLQuantizationType.F16: torch.float16, GGMLQuantizationType.BF16: torch.bfloat16}
-
-
-def gguf_name(name: str) -> str:
-    """The GGUF name of a tensor, given its HF name."""
-    if name in _TOP:
-        return _TOP[name]
-    layer, rest = name.removeprefix("model.layers.").split(".", 1)
-    stem, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{_NAMES[stem]}.{kind}"
 
 
 class GgufCheckpoint:

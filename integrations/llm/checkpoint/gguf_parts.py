@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hostring.integrations.llm.checkpoint.gguf_experts import experts_apart
 from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo, map_file, read_header
 
 _NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
@@ -24,7 +25,7 @@ class GgufParts:
 
     Attributes:
         fields: the metadata.
-        tensors: where each tensor lies: in which file, and where in it.
+        tensors: where each tensor lies: in which file, and where in it. Each expert has tensors of its own.
         mapped: the files, in the order of their parts.
     """
 
@@ -43,7 +44,7 @@ def read_parts(path: Path) -> GgufParts:
     data = map_file(path)
     fields, tensors = read_header(path, data)
     if _count(path, fields) == 1:
-        return GgufParts(fields, tensors, (data,))
+        return GgufParts(fields, experts_apart(tensors), (data,))
     paths = _paths(path, fields)
     mapped = tuple(map_file(part) for part in paths)
     headers = [read_header(part, data) for part, data in zip(paths, mapped, strict=True)]
@@ -62,7 +63,7 @@ def read_parts(path: Path) -> GgufParts:
         raise ValueError(
             f"{path}: split.tensors.count is {total}, and the {len(paths)} parts have {len(found)} tensors"
         )
-    return GgufParts(headers[0][0], found, mapped)
+    return GgufParts(headers[0][0], experts_apart(found), mapped)
 
 
 def read_fields(path: Path) -> dict[str, Any]:

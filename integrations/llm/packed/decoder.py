@@ -16,7 +16,7 @@ from hostring.integrations.llm.packed.library import Pointer, Unavailable, load
 from hostring.integrations.llm.packed.memory import Arena
 from hostring.integrations.llm.packed.plan import UnitPlan
 from hostring.integrations.llm.packed.regions import Fold, Matrices
-from hostring.integrations.llm.packed.weights import PackedWeights, column_unit, unsupported
+from hostring.integrations.llm.packed.weights import PackedWeights, column_units, unsupported
 
 MAX_CUTS_PER_LAYER = 64
 
@@ -141,6 +141,4 @@ def units_of(checkpoint: GgufCheckpoint) -> UnitPlan:
     Raises:
         ValueError: its FFN columns are not whole blocks.
     """
-    layers = range(checkpoint.config.num_hidden_layers)
-    o, down = ([f"blk.{n}.{stem}.weight" for n in layers] for stem in ("attn_output", "ffn_down"))
-    return UnitPlan.of(checkpoint.config, column_unit(checkpoint.tensors, o), column_unit(checkpoint.tensors, down))
+    return UnitPlan.of(checkpoint.config, *column_units(checkpoint.config, checkpoint.tensors))

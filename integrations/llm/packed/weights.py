@@ -13,6 +13,7 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
+from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.packed.library import Pointer
 from hostring.integrations.llm.packed.memory import F32, Arena
 
@@ -146,8 +147,18 @@ def column_unit(tensors: dict[str, TensorInfo], names: Sequence[str]) -> int:
     return int(np.lcm.reduce([GGML_QUANT_SIZES[tensors[name].kind][0] for name in names]))
 
 
+def column_units(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[int, int]:
+    """The same for the output projections of attention, and for the down projections of MLPs or experts."""
+    layers = range(config.num_hidden_layers)
+    downs = [f"{n}." for n in range(config.experts.count)] if config.experts else [""]
+    o = [f"blk.{n}.attn_output.weight" for n in layers]
+    return column_unit(tensors, o), column_unit(tensors, [f"blk.{n}.ffn_down.{e}weight" for n in layers for e in downs])
+
+
 def unsupported(tensors: dict[str, TensorInfo]) -> str:
     """Which tensor keeps a file from being decoded packed, and why; empty when none does."""
+    if "blk.0.ffn_up.0.weight" in tensors:
+        return "it has experts, whose blocks are dequantised; compute exact"
     for name, info in tensors.items():
         if info.kind.name not in FORMATS:
             return f"{name} is stored as {info.kind.name}; packed are {', '.join(FORMATS)}"

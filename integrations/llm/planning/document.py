@@ -128,7 +128,7 @@ def bound_of(choice: Choice, batch: int = 1) -> LowerBound | None:
         if spec.stream_rate is None and spec.flop_rate is None:
             return None
         foot = problem.footprints[rank]
-        fresh = foot.weights(plan, rank) - foot.fixed
+        fresh = foot.read(plan, rank)
         flops = 2 * batch * plan.n_elements(model.config, rank)
         warm = spec.warm_rate is not None and fresh <= spec.cache_nbytes
         bounds.append(lower_bound(fresh, flops, spec.warm_rate if warm else spec.stream_rate, spec.flop_rate).seconds)
@@ -142,6 +142,9 @@ def lines(choice: Choice, budget: Budget | None = None) -> Iterator[str]:
     config = model.config
     yield from _layer_lines(choice, trace_layer(config))
     nbytes = token_nbytes(config.hidden_size, config.num_hidden_layers)
+    if config.experts is not None:
+        used, count, of_all = config.experts.used, config.experts.count, 100 * model.read_share
+        yield f"experts: a token uses {used} of {count} per layer, and reads {of_all:.1f} % of their weights"
     yield f"hidden states that become whole: {nbytes:,} bytes per token"
     if choice.timed:
         yield f"levelled: {solution.tie}; decode: {Predicted(1 / choice.other_phase('decode').step_s, 'tokens/s')}"

@@ -17,7 +17,7 @@ from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.planning.footprint import ITEM_NBYTES, Way
 from hostring.integrations.llm.planning.limits import busy_clock
-from hostring.integrations.llm.planning.model_file import ModelFile
+from hostring.integrations.llm.planning.model_file import Matrices, ModelFile
 from hostring.integrations.llm.sharded import DTYPES
 
 MAX_POSITIONS = 512
@@ -106,10 +106,21 @@ def usual_regions(spans: Sequence[float]) -> Seconds:
 
 def layer_nbytes(model: ModelFile, way: Way) -> float:
     """Of the matrices of one layer."""
-    matrices = (model.attention_in, model.attention_out, model.mlp_in, model.mlp_out)
-    packed = way.compute == "packed"
-    total = sum(one.nbytes if packed else one.elements * ITEM_NBYTES[way.dtype] for one in matrices)
-    return total / model.config.num_hidden_layers
+    return sum(_nbytes(model, way)) / model.config.num_hidden_layers
+
+
+def layer_read_nbytes(model: ModelFile, way: Way) -> float:
+    """The same, without the experts that a token doesn't use."""
+    attention, mlp = _nbytes(model, way)
+    return (attention + model.read_share * mlp) / model.config.num_hidden_layers
+
+
+def _nbytes(model: ModelFile, way: Way) -> tuple[float, float]:
+    def of(*matrices: Matrices) -> float:
+        packed = way.compute == "packed"
+        return sum(one.nbytes if packed else one.elements * ITEM_NBYTES[way.dtype] for one in matrices)
+
+    return of(model.attention_in, model.attention_out), of(model.mlp_in, model.mlp_out)
 
 
 def whole_of(config: ModelConfig) -> Sizes:

@@ -33,6 +33,7 @@ class Footprint:
         group, column, vocab_row: weights of one KV-head group, one FFN column, one row of the output head.
         fixed: what every rank holds whole. cache_group: keys and values of one KV-head group, for a whole cache.
         group_heads: query heads of a group.
+        read_share: the part of a column that a token reads: see `ModelFile`.
     """
 
     group: float
@@ -41,6 +42,7 @@ class Footprint:
     fixed: int
     cache_group: int
     group_heads: int
+    read_share: float = 1.0
 
     @staticmethod
     def of(model: ModelFile, way: Way, max_seq: int | None = None) -> Footprint:
@@ -58,12 +60,18 @@ class Footprint:
             4 * model.small.elements + _embedding(model, way),
             cache_nbytes(config, way, cache_positions(config, max_seq)) // n,
             config.group_heads,
+            model.read_share,
         )
 
     def weights(self, plan: ShardPlan, rank: int) -> int:
         """Bytes of weights of a rank of `plan`."""
         units = groups_worth(plan, rank, self.group_heads) * self.group + plan.columns[rank] * self.column
         return self.fixed + round(units + plan.vocab[rank] * self.vocab_row)
+
+    def read(self, plan: ShardPlan, rank: int) -> float:
+        """Bytes of weights that a rank of `plan` reads for a token, without what every rank holds whole."""
+        unread = (1 - self.read_share) * plan.columns[rank] * self.column
+        return self.weights(plan, rank) - self.fixed - unread
 
     def need(self, plan: ShardPlan, rank: int) -> int:
         """Bytes of weights and of one cache of a rank of `plan`."""

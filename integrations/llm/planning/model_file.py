@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,17 @@ from typing import Any
 from hostring.integrations.llm.checkpoint.fields import Fields
 from hostring.integrations.llm.checkpoint.gguf_config import config_from_gguf
 from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
+from hostring.integrations.llm.checkpoint.gguf_names import gguf_name
 from hostring.integrations.llm.checkpoint.gguf_parts import read_parts
 from hostring.integrations.llm.checkpoint.hf_config import config_from_hf
 from hostring.integrations.llm.checkpoint.hf_quantisation import QuantisedLayout, layout_from_hf
 from hostring.integrations.llm.checkpoint.json_file import read_json
+from hostring.integrations.llm.checkpoint.layout import slices_of_rank
 from hostring.integrations.llm.checkpoint.locate import find_gguf
 from hostring.integrations.llm.model.config import ModelConfig
+from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.packed.plan import UnitPlan
-from hostring.integrations.llm.packed.weights import column_unit, unsupported
+from hostring.integrations.llm.packed.weights import column_units, unsupported
 
 MAX_HEADER_NBYTES = 100 << 20  # of one safetensors file, as its own library allows
 _ELEMENT_NBYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}
@@ -64,6 +67,14 @@ class ModelFile:
     why_not_packed: str
 
     @property
+    def read_share(self) -> float:
+        """The part of the MLP's matrices that a token reads: of many experts, those that it uses."""
+        if (mixture := self.config.experts) is None:
+            return 1.0
+        columns, shared = self.config.intermediate_size, mixture.shared_columns
+        return (mixture.used * columns + shared) / (mixture.count * columns + shared)
+
+    @property
     def nbytes(self) -> int:
         """Of all tensors in the file."""
         parts = (self.attention_in, self.attention_out, self.mlp_in, self.mlp_out, self.embedding, self.small)
@@ -83,7 +94,7 @@ def read_model_file(path: str | Path) -> ModelFile:
         tensors = parts.tensors
         config = config_from_gguf(gguf, parts.fields, {name: info.shape for name, info in tensors.items()})
         sizes = {name: _size(info) for name, info in tensors.items()}
-        return _model_file(gguf, config, sizes, _GGUF, *_units(config, tensors))
+        return _model_file(gguf, config, sizes, gguf_name, *_units(config, tensors))
     path = Path(path)
     directory = path if path.is_dir() else path.parent
     config = config_from_hf(directory / "config.json", read_json(directory / "config.json"))
@@ -91,34 +102,25 @@ def read_model_file(path: str | Path) -> ModelFile:
     sizes = _safetensors_sizes(directory, path if path.is_file() else None)
     sizes = sizes if layout is None else _with_quantised(sizes, layout)
     config = replace(config, tie_word_embeddings="lm_head.weight" not in sizes)
-    return _model_file(path, config, sizes, _HF, None, "only GGUF files hold weights that can be decoded packed")
+    return _model_file(path, config, sizes, str, None, "only GGUF files hold weights that can be decoded packed")
 
 
-_GGUF = {
-    "layer": "blk.{}.",
-    "attention_in": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
-    "attention_out": ("attn_output.weight",),
-    "mlp_in": ("ffn_gate.weight", "ffn_up.weight"),
-    "mlp_out": ("ffn_down.weight",),
-    "embedding": "token_embd.weight",
-    "head": "output.weight",
+_KINDS = {
+    "attention_in": "attention.qkv_proj.weight",
+    "attention_out": "attention.o_proj.weight",
+    "mlp_in": "gate_up_proj.weight",
+    "mlp_out": "down_proj.weight",
+    "embedding": "embed.weight",
+    "head": "head.weight",
 }
-_HF = {
-    "layer": "model.layers.{}.",
-    "attention_in": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
-    "attention_out": ("self_attn.o_proj.weight",),
-    "mlp_in": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp_out": ("mlp.down_proj.weight",),
-    "embedding": "model.embed_tokens.weight",
-    "head": "lm_head.weight",
-}
+"""How the parameters of each kind end."""
 
 
 def _model_file(
     path: Path,
     config: ModelConfig,
     sizes: dict[str, Matrices],
-    names: dict[str, Any],
+    named: Callable[[str], str],
     units: UnitPlan | None,
     why_not_packed: str,
 ) -> ModelFile:
@@ -129,17 +131,17 @@ def _model_file(
             raise ValueError(f"{path} has no tensor {absent[0]}, which its config implies; it can't be planned for")
         return Matrices(sum(sizes[n].elements for n in wanted), sum(sizes[n].nbytes for n in wanted))
 
-    layers = [names["layer"].format(n) for n in range(config.num_hidden_layers)]
-    kinds = ("attention_in", "attention_out", "mlp_in", "mlp_out")
-    found = {kind: [layer + stem for layer in layers for stem in names[kind]] for kind in kinds}
-    head = [names["embedding"] if config.tie_word_embeddings else names["head"]]
-    used = {name for wanted in found.values() for name in wanted} | {*head, names["embedding"]}
+    whole = ShardPlan((config.num_key_value_heads,), (config.intermediate_size,), (config.vocab_size,))
+    slices = slices_of_rank(config, whole, 0)
+    found = {
+        kind: [named(part.name) for name, parts in slices.items() if name.endswith(end) for part in parts]
+        for kind, end in _KINDS.items()
+    }
+    used = {name for wanted in found.values() for name in wanted}
     return ModelFile(
         path=path,
         config=config,
         **{kind: total(wanted) for kind, wanted in found.items()},
-        head=total(head),
-        embedding=total([names["embedding"]]),
         small=total(name for name in sizes if name not in used),
         units=units,
         why_not_packed=why_not_packed,
@@ -155,10 +157,8 @@ def _units(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[UnitPla
     """Where packed compute may cut this file, or why it can't compute it."""
     if why := unsupported(tensors):
         return None, why
-    layers = range(config.num_hidden_layers)
     try:
-        o, down = ([f"blk.{n}.{stem}.weight" for n in layers] for stem in ("attn_output", "ffn_down"))
-        return UnitPlan.of(config, column_unit(tensors, o), column_unit(tensors, down)), ""
+        return UnitPlan.of(config, *column_units(config, tensors)), ""
     except (ValueError, KeyError) as exc:
         return None, str(exc)
 

@@ -16,6 +16,7 @@ from hostring.integrations.llm.planning.few_layers import (
     Seconds,
     Sizes,
     layer_nbytes,
+    layer_read_nbytes,
     usual_regions,
     whole_of,
 )
@@ -67,7 +68,7 @@ def probe(path: str | Path, compute: str, dtype: str, device: torch.device, name
     stream, warm, flops = measured_limits(device, DTYPES[dtype])
     config = model.config
     layer = decode.attention.seconds(config.num_key_value_heads) + decode.mlp.seconds(config.intermediate_size)
-    seen = layer_nbytes(model, way) / layer
+    seen = layer_read_nbytes(model, way) / layer
     if way.compute == "packed":
         flops *= INT8_GAIN
     cache = last_cache_nbytes() if device.type == "cpu" else 0

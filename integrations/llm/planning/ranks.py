@@ -185,6 +185,6 @@ def _cost(model: ModelFile, seconds: Any, overhead: float) -> PhaseCost:
     layers = config.num_hidden_layers
     return PhaseCost(
         Line(overhead, seconds(model.attention_in, model.attention_out) / layers / config.num_key_value_heads),
-        Line(overhead, seconds(model.mlp_in, model.mlp_out) / layers / config.intermediate_size),
+        Line(overhead, model.read_share * seconds(model.mlp_in, model.mlp_out) / layers / config.intermediate_size),
         Line(overhead, seconds(model.head) / config.vocab_size),
     )

@@ -83,7 +83,11 @@ class Problem:
         known = spec.decode if self.phase == "decode" else spec.prefill or spec.decode
         if known is not None:
             return known
-        return PhaseCost(Line(0.0, foot.group / n_layers), Line(0.0, foot.column / n_layers), Line(0.0, foot.vocab_row))
+        return PhaseCost(
+            Line(0.0, foot.group / n_layers),
+            Line(0.0, foot.read_share * foot.column / n_layers),
+            Line(0.0, foot.vocab_row),
+        )
 
     def room(self) -> dict[str, float]:
         """Bytes of each pool that the ranks' fixed parts leave."""
