@@ -76,7 +76,7 @@ SharePlan = Annotated[
     str,
     typer.Option(
         help="Who holds what: a plan of `hostring plan model`; even shares; as many bytes for every rank; stages, such "
-        "as pp=2,tp=2; or one rank computes prompts and another decodes: prefill=0,decode=1."
+        "as pp=2,tp=2; or one rank computes prompts and another decodes: prefill=0,decode=1; or experts=place."
     ),
 ]
 Topology = Annotated[str, typer.Option(help="auto, mesh, ring, star or tree.")]

@@ -3,8 +3,10 @@ bits of a serial control."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,13 @@ from hostring.integrations.llm.checkpoint.weights import open_checkpoint
 from hostring.integrations.llm.model.routing import Routes
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.planning.choose import choose
+from hostring.integrations.llm.planning.document import lines
 from hostring.integrations.llm.planning.footprint import Way
 from hostring.integrations.llm.planning.model_file import read_model_file
-from hostring.integrations.llm.planning.ranks import RankSpec
+from hostring.integrations.llm.planning.placing import placement
+from hostring.integrations.llm.planning.plan_file import as_lists, read_plan
+from hostring.integrations.llm.planning.ranks import RankSpec, cost_of_stream
+from hostring.integrations.llm.planning.wish import plan_of_places
 
 UNEVEN = {2: ShardPlan((2, 1), (17, 7), (40, 27)), 3: ShardPlan((1, 1, 1), (0, 19, 5), (30, 7, 30))}
 
@@ -48,6 +54,53 @@ def test_exact_logits_on_any_number_of_ranks(kind: str, tmp_path: Path, run_rank
             return last_two(exact_part(path, comm, plan=plan), comm)
 
         assert close(run_ranks(world_size, body)[0], want), (path, world_size, plan)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_experts_placed_whole_give_the_same_logits(
+    kind: str, tmp_path: Path, run_ranks: Callable[..., list[Any]]
+) -> None:
+    model = expert_model(kind)
+    model.save_pretrained(tmp_path)
+    want = wanted(model)
+
+    def body(comm: hostring.Comm) -> tuple[torch.Tensor, int]:
+        config = open_checkpoint(tmp_path).config
+        part = exact_part(tmp_path, comm, plan=ShardPlan.placed(config, comm.world_size))
+        return last_two(part, comm), len(part.decoder.layers[0].mlp.experts)
+
+    (found, _), *others = ranks = run_ranks(3, body)
+    assert close(found, want)
+    assert [n for _, n in ranks] == ([2, 1, 1] if kind == "mixtral" else [3, 3, 2])
+    assert others
+
+
+def test_a_plan_that_places_experts_says_so_and_is_refused_for_others(tmp_path: Path) -> None:
+    expert_model("qwen3_moe").save_pretrained(tmp_path)
+    plan = plan_of_places(tmp_path, 3)
+    assert plan.as_json()["experts"] == [3, 3, 2]
+    assert ShardPlan(*as_lists(plan.plan)) == plan.plan
+    saved = tmp_path / "plan.json"
+    saved.write_text(json.dumps(plan.as_json()), encoding="utf-8")
+    assert read_plan(saved, read_model_file(tmp_path).config).plan == plan.plan
+    dense = replace(read_model_file(tmp_path).config, experts=None)
+    with pytest.raises(ValueError, match="has no experts to place"):
+        ShardPlan.placed(dense, 2)
+    with pytest.raises(ValueError, match="places 8 experts; the model has 0"):
+        plan.plan.check(dense)
+
+
+def test_placing_is_priced_beside_cutting(tmp_path: Path) -> None:
+    expert_model("qwen3_moe").save_pretrained(tmp_path)
+    model = read_model_file(tmp_path)
+    specs = [RankSpec(name, Way(), name, 10**9, decode=cost_of_stream(model, Way(), 1e9)) for name in "ab"]
+    choice = choose(model, specs, leave_out=False)
+    found = placement(choice)
+    assert found is not None
+    # 3 of 8 experts, 4 on each rank: 2 on one of them in 6 of 7 cases (48 of 56), otherwise 3
+    assert found.most_used == pytest.approx(2 * 48 / 56 + 3 * 8 / 56)
+    assert found.placed_s > found.cut_s
+    assert any("experts=place" in line for line in lines(choice))
 
 
 def test_8_of_256_experts_are_added_up(tmp_path: Path, run_ranks: Callable[..., list[Any]]) -> None:

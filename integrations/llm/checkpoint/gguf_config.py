@@ -55,6 +55,14 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
     arch = general.choice("general.architecture", GGUF_ARCHITECTURES, what="GGUF architecture")
     fields = Fields(source, values, f"{arch}.")
     _refuse_other_values(fields)
+    with naming(source):
+        config = _config(source, fields, arch, shapes)
+    fields.ignore(_HARMLESS)
+    fields.refuse_unknown(what="keys of the architecture")
+    return config
+
+
+def _config(source: object, fields: Fields, arch: str, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
     vocab, hidden = _shape(source, shapes, "token_embd.weight")
     q_rows, k_rows = (_shape(source, shapes, f"blk.0.attn_{n}.weight")[0] for n in "qk")
     kind, experts, up = experts_from_gguf(fields, arch, shapes)
@@ -64,32 +72,28 @@ def config_from_gguf(source: object, values: Mapping[str, Any], shapes: Mapping[
     _check_heads(fields, heads, head_dim, q_rows)
     _check_sizes(fields, shapes, head_dim, k_rows // head_dim, columns)
     fields.only("attention.scale", 0.0, head_dim**-0.5)
-    with naming(source):
-        config = ModelConfig(
-            vocab_size=vocab,
-            hidden_size=hidden,
-            intermediate_size=columns,
-            num_hidden_layers=fields.whole("block_count"),
-            num_attention_heads=heads,
-            num_key_value_heads=fields.whole("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            model_type=kind,
-            rms_norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
-            rope_theta=fields.real("rope.freq_base", 10000.0),
-            rope_scaling=rope_from_gguf(fields),
-            max_position_embeddings=fields.whole("context_length", 2048),
-            qk_norm=_has(shapes, "attn_q_norm.weight", "attn_k_norm.weight"),
-            qkv_bias=_has(shapes, "attn_q.bias", "attn_k.bias", "attn_v.bias"),
-            o_bias=_has(shapes, "attn_output.bias"),
-            mlp_bias=_has(shapes, "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
-            tie_word_embeddings="output.weight" not in shapes,
-            unrotated_layers=_unrotated_layers(fields, arch),
-            qk_norm_across=arch == "olmoe",
-            experts=experts,
-        )
-    fields.ignore(_HARMLESS)
-    fields.refuse_unknown(what="keys of the architecture")
-    return config
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=columns,
+        num_hidden_layers=fields.whole("block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=fields.whole("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        model_type=kind,
+        rms_norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
+        rope_theta=fields.real("rope.freq_base", 10000.0),
+        rope_scaling=rope_from_gguf(fields),
+        max_position_embeddings=fields.whole("context_length", 2048),
+        qk_norm=_has(shapes, "attn_q_norm.weight", "attn_k_norm.weight"),
+        qkv_bias=_has(shapes, "attn_q.bias", "attn_k.bias", "attn_v.bias"),
+        o_bias=_has(shapes, "attn_output.bias"),
+        mlp_bias=_has(shapes, "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
+        tie_word_embeddings="output.weight" not in shapes,
+        unrotated_layers=_unrotated_layers(fields, arch),
+        qk_norm_across=arch == "olmoe",
+        experts=experts,
+    )
 
 
 def _refuse_other_values(fields: Fields) -> None:

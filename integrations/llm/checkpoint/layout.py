@@ -142,9 +142,11 @@ def _experts(config: ModelConfig, mixture: Mixture, plan: ShardPlan, rank: int) 
         "post_norm.weight": (_slice("post_attention_layernorm.weight", (hidden,)),),
         "mlp.router.weight": (_slice(f"{home}.gate.weight", (mixture.count, hidden)),),
     }
-    for n in range(mixture.count):
+    placed = plan.experts_of(rank)
+    cut, here = (columns, range(mixture.count)) if placed is None else (range(config.intermediate_size), placed)
+    for n in here:
         names = [f"{home}.experts.{n}.{name}.weight" for name in matrices]
-        found |= _gated(f"mlp.experts.{n}", names, config.intermediate_size, columns, hidden)
+        found |= _gated(f"mlp.experts.{n - here.start}", names, config.intermediate_size, cut, hidden)
     if mine := plan.shared_columns_of(config, rank):
         found["mlp.router.shared"] = (_slice("mlp.shared_expert_gate.weight", (1, hidden)),)
         names = [f"mlp.shared_expert.{name}.weight" for name in usual[1:]]

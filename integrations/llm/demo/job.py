@@ -13,7 +13,7 @@ from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.pipeline.stages import StagePlan, is_stage_plan, stage_plan
 from hostring.integrations.llm.planning.model_file import read_model_file
 from hostring.integrations.llm.planning.plan_file import PlanFile, as_lists
-from hostring.integrations.llm.planning.wish import BYTES, EVEN, plan_by_bytes, plan_of_file
+from hostring.integrations.llm.planning.wish import BYTES, EVEN, PLACE, plan_by_bytes, plan_of_file, plan_of_places
 from hostring.integrations.llm.speculation.wish import DEFAULT_MOST, OFF, Speculation
 
 BUNDLED = Path(__file__).parents[1] / "tiny"
@@ -34,7 +34,7 @@ class Job:
         devices: what each rank computes on; none where every rank says so for itself.
         compile: for each rank, the backend of `torch.compile`, "" for none; nothing where no rank compiles.
         compute: "auto", "packed" or "exact", see `load_model`.
-        plan: who holds what: "even", "bytes", "auto", a file, or stages such as "pp=2,tp=2".
+        plan: who holds what: "even", "bytes", "auto", "experts=place", a file, or stages such as "pp=2,tp=2".
         shares: KV groups, columns, vocabulary and query heads by rank, where they are known before the ranks start.
         stages: layers and ranks of each stage of a pipeline; none where all ranks share every layer.
         roles: the rank that computes prompts and the one that decodes; none where all ranks do both.
@@ -219,6 +219,8 @@ def _planned(job: Job, plan: PlanFile | None) -> Job:
     """`job` with the shares that are known before its ranks start."""
     if job.plan == BYTES:
         plan = plan_by_bytes(Path(job.model), job.ranks, job.compute)
+    if job.plan == PLACE:
+        plan = plan_of_places(Path(job.model), job.ranks)
     if plan is None:
         return job
     shares = plan.plan

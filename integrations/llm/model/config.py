@@ -43,6 +43,7 @@ class Mixture:
         normalised: the weights of those that are used add up to 1 (before `scale`).
         scale: of the weights.
         shared_columns: FFN columns of the expert that every token uses besides; 0 where there is none.
+        placed: the experts that this rank holds, whole; None where it holds its columns of all.
     """
 
     count: int
@@ -50,6 +51,12 @@ class Mixture:
     normalised: bool = True
     scale: float = 1.0
     shared_columns: int = 0
+    placed: range | None = None
+
+    @property
+    def here(self) -> range:
+        """The experts of which this rank computes something."""
+        return range(self.count) if self.placed is None else self.placed
 
     def __post_init__(self) -> None:
         if not 1 <= self.used <= self.count:

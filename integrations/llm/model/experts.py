@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hostring.integrations.llm.model.routing import Routes
+from hostring.integrations.llm.model.routing import Router, Routes
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,12 @@ class Gated:
 
 def gate_experts(side: nn.Module, x: Tensor, routes: Routes) -> Gated:
     """silu(gate) * up of the experts that are used. side: their weights. x: shape (..., hidden), f32."""
-    rows, experts = x.flatten(0, -2), cast(nn.ModuleList, side.experts)
-    found = [(number, at, weight, _gated(experts[number], rows[at])) for number, at, weight in routes.by_expert()]
+    rows, experts, here = x.flatten(0, -2), cast(nn.ModuleList, side.experts), _here(side)
+    found = [
+        (number, at, weight, _gated(experts[number - here.start], rows[at]))
+        for number, at, weight in routes.by_expert()
+        if number in here
+    ]
     shared = None if routes.shared is None else (_gated(side.get_submodule("shared"), rows), routes.shared)
     return Gated(x.shape, found, shared)
 
@@ -39,14 +43,19 @@ def gate_experts(side: nn.Module, x: Tensor, routes: Routes) -> Gated:
 def mix(side: nn.Module, gated: Gated) -> Tensor:
     """This rank's part of the weighted sum of the experts, in the shape of the stream, f32."""
     experts = cast(nn.ModuleList, side.experts)
-    first = gated.experts[0][3]
-    total = torch.zeros(gated.shape, device=first.device).flatten(0, -2)
+    first = _here(side).start
+    total = torch.zeros(gated.shape, device=side.get_parameter("router.weight").device).flatten(0, -2)
     for number, at, weight, x in gated.experts:
-        total[at] += _product(experts[number], x) * weight
+        total[at] += _product(experts[number - first], x) * weight
     if gated.shared is not None:
         x, weight = gated.shared
         total += _product(side.get_submodule("shared"), x) * weight
     return total.view(gated.shape)
+
+
+def _here(side: nn.Module) -> range:
+    """Which experts this rank has something of."""
+    return cast(Router, side.router).mixture.here
 
 
 def _gated(expert: nn.Module, rows: Tensor) -> Tensor:

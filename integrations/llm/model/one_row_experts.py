@@ -51,7 +51,8 @@ class RowExperts:
         """Choose the experts of this step."""
         routes = self._router(self._h, self._x, self._norm)
         weights = routes.weights[0].tolist()
-        self._chosen = [(self._experts[n], w) for n, w in zip(routes.experts[0].tolist(), weights, strict=True)]
+        chosen, here = zip(routes.experts[0].tolist(), weights, strict=True), self._router.mixture.here
+        self._chosen = [(self._experts[n - here.start], weight) for n, weight in chosen if n in here]
         if routes.shared is not None:
             self._chosen.append((self._shared, routes.shared.item()))
 

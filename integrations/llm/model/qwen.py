@@ -162,7 +162,7 @@ class ExpertsWeights(nn.Module):
         super().__init__()
         mixture, one = region.mixture, GatedMlp(region.columns)
         self.router = Router(config.hidden_size, mixture)
-        self.experts = nn.ModuleList(GatedMlpWeights(config, one) for _ in range(mixture.count))
+        self.experts = nn.ModuleList(GatedMlpWeights(config, one) for _ in mixture.here)
         self.shared: nn.Module | None = None
         if mixture.shared_columns:
             self.shared = GatedMlpWeights(config, GatedMlp(mixture.shared_columns))

@@ -59,6 +59,8 @@ class ShardPlan:
         vocab: rows of the output head.
         heads: query heads, where ranks share KV heads; such a rank holds a copy of the KV head that its query heads
             read. Empty where every KV head is on one rank, with all query heads that read it.
+        experts: whole experts, where they are placed; `columns` then only cuts what every token uses. Empty where every
+            rank holds its columns of all experts.
         copied: every rank holds all that there is.
     """
 
@@ -66,6 +68,7 @@ class ShardPlan:
     columns: tuple[int, ...]
     vocab: tuple[int, ...]
     heads: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
     copied: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -75,11 +78,10 @@ class ShardPlan:
                 f"for columns, "
                 f"{len(self.vocab)} for vocabulary"
             )
-        if self.heads and len(self.heads) != len(self.kv_groups):
-            raise ValueError(
-                f"{len(self.heads)} numbers of query heads are not one for each of {self.world_size} ranks"
-            )
-        if min(*self.columns, *self.vocab, *self.heads, 0) < 0:
+        for name, shares in (("query heads", self.heads), ("experts", self.experts)):
+            if shares and len(shares) != self.world_size:
+                raise ValueError(f"{len(shares)} numbers of {name} are not one for each of {self.world_size} ranks")
+        if min(*self.columns, *self.vocab, *self.heads, *self.experts, 0) < 0:
             raise ValueError(f"negative shares in {self}")
 
     @property
@@ -89,7 +91,7 @@ class ShardPlan:
     @property
     def sha256(self) -> str:
         """The same for the same shares, and for no others."""
-        fields = {name: value for name, value in asdict(self).items() if name != "copied" or value}
+        fields = {name: value for name, value in asdict(self).items() if name not in ("copied", "experts") or value}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     @staticmethod
@@ -130,6 +132,18 @@ class ShardPlan:
         plan.check(config)
         return plan
 
+    @staticmethod
+    def placed(config: ModelConfig, world_size: int) -> ShardPlan:
+        """Whole experts on each rank, as many on each as possible; attention and what every token uses are split.
+
+        Raises:
+            ValueError: the model has no experts, or more ranks than query heads.
+        """
+        if config.experts is None:
+            raise ValueError(f"a {config.model_type} model has no experts to place; leave experts=place out")
+        even, experts = ShardPlan.balanced(config, world_size), apportion(config.experts.count, [1.0] * world_size)
+        return replace(even, columns=apportion(config.intermediate_size, experts), experts=experts)
+
     def check(self, config: ModelConfig) -> None:
         """Raise a ValueError unless this plan covers `config` exactly."""
         attention = ("query heads", self.heads, config.num_attention_heads)
@@ -143,6 +157,11 @@ class ShardPlan:
         if min(self.kv_groups) < 1:
             raise ValueError(
                 f"plan {_slashed(self.kv_groups)} leaves a rank without a KV-head group; every rank needs one"
+            )
+        count = 0 if config.experts is None else config.experts.count
+        if self.experts and sum(self.experts) != count:
+            raise ValueError(
+                f"plan {_slashed(self.experts)} places {sum(self.experts)} experts; the model has {count} in a layer"
             )
         for rank in range(self.world_size if self.heads else 0):
             self._check_shared(config, rank)
@@ -173,6 +192,10 @@ class ShardPlan:
         """FFN columns of `rank`."""
         return self._range(self.columns, rank)
 
+    def experts_of(self, rank: int) -> range | None:
+        """Experts that `rank` holds whole; None where experts aren't placed."""
+        return self._range(self.experts, rank) if self.experts else None
+
     def shared_columns_of(self, config: ModelConfig, rank: int) -> range:
         """Columns of the shared expert of `rank`: the same part as of every other expert, as far as whole columns
         allow."""
@@ -191,13 +214,16 @@ class ShardPlan:
     def local_config(self, config: ModelConfig, rank: int) -> ModelConfig:
         """The shapes of the part that `rank` holds. The vocabulary stays whole: it is that of the embedding."""
         heads, groups = self.attention_of(config, rank)
-        shared = self.shared_columns_of(config, rank)
+        experts = config.experts
+        if experts is not None:
+            shared = self.shared_columns_of(config, rank)
+            experts = replace(experts, shared_columns=len(shared), placed=self.experts_of(rank))
         return replace(
             config,
             num_key_value_heads=len(groups),
             num_attention_heads=len(heads),
-            intermediate_size=self.columns[rank],
-            experts=None if config.experts is None else replace(config.experts, shared_columns=len(shared)),
+            intermediate_size=config.intermediate_size if self.experts else self.columns[rank],
+            experts=experts,
         )
 
     def n_elements(self, config: ModelConfig, rank: int) -> int:

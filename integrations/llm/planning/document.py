@@ -16,6 +16,7 @@ from hostring.integrations.llm.planning.budget import (
     token_nbytes,
 )
 from hostring.integrations.llm.planning.choose import Choice
+from hostring.integrations.llm.planning.placing import placement
 from hostring.integrations.llm.planning.plan_file import KIND, VERSION, shares_json
 from hostring.integrations.llm.planning.predicted import LowerBound, Predicted
 from hostring.integrations.llm.planning.regions import Layer, trace_layer
@@ -43,6 +44,7 @@ def document(choice: Choice, budget: Budget | None = None) -> dict[str, Any]:
         "predicted": predictions(choice),
         "lower_bound": None if bound is None else bound.as_json(),
         "statement": statement(choice),
+        "experts_placed": None if (placed := placement(choice)) is None else placed.as_json(),
         "budget": None if budget is None else budget.as_json(),
         "feasible": budget is None or budget.feasible,
     }
@@ -145,6 +147,8 @@ def lines(choice: Choice, budget: Budget | None = None) -> Iterator[str]:
     if config.experts is not None:
         used, count, of_all = config.experts.used, config.experts.count, 100 * model.read_share
         yield f"experts: a token uses {used} of {count} per layer, and reads {of_all:.1f} % of their weights"
+        if (placed := placement(choice)) is not None:
+            yield placed.in_words()
     yield f"hidden states that become whole: {nbytes:,} bytes per token"
     if choice.timed:
         yield f"levelled: {solution.tie}; decode: {Predicted(1 / choice.other_phase('decode').step_s, 'tokens/s')}"

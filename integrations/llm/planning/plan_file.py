@@ -43,12 +43,13 @@ class PlanFile:
 
 def shares_json(plan: ShardPlan) -> dict[str, Any]:
     heads = {"heads": list(plan.heads)} if plan.heads else {}
-    return {**{name: list(getattr(plan, name)) for name in _SHARES}, **heads, "sha256": plan.sha256}
+    experts = {"experts": list(plan.experts)} if plan.experts else {}
+    return {**{name: list(getattr(plan, name)) for name in _SHARES}, **heads, **experts, "sha256": plan.sha256}
 
 
 def as_lists(plan: ShardPlan) -> tuple[tuple[int, ...], ...]:
     """The arguments of `ShardPlan`, as they travel to rank processes."""
-    return (plan.kv_groups, plan.columns, plan.vocab, plan.heads)
+    return (plan.kv_groups, plan.columns, plan.vocab, plan.heads, plan.experts)
 
 
 def read_plan(path: str | Path, config: ModelConfig) -> PlanFile:
@@ -72,7 +73,7 @@ def read_plan(path: str | Path, config: ModelConfig) -> PlanFile:
         raise ValueError(f"{path} is of version {found['version']}; this program reads version {VERSION}")
     shares = found.get("shares", found)
     try:
-        lists = [shares[name] for name in _SHARES] + [shares.get("heads", [])]
+        lists = [shares[name] for name in _SHARES] + [shares.get(name, []) for name in ("heads", "experts")]
         plan = ShardPlan(*(tuple(map(_whole, numbers)) for numbers in lists))
     except (KeyError, TypeError) as exc:
         raise ValueError(f"{path}: expected lists of whole numbers kv_groups, columns and vocab: {exc}") from exc
