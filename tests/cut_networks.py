@@ -80,6 +80,10 @@ def cut(name: str) -> None:
     ip("-n", f"{name}-b", "link", "set", "net0", "down")
 
 
+def mend(name: str) -> None:
+    ip("-n", f"{name}-b", "link", "set", "net0", "up")
+
+
 def listening_in(name: str) -> socket.socket:
     """A listener on the survivors' side."""
     made: list[socket.socket] = []

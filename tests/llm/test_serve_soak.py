@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from llm_models import byte_tokenizer, packable_model, write_gguf
@@ -29,7 +31,7 @@ SOAK_S = float(os.environ.get("HOSTRING_TEST_SOAK_S", "60"))
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from gguf import GGMLQuantizationType
 
     try:
@@ -37,10 +39,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     except Unavailable as exc:
         pytest.skip(str(exc))
     path = tmp_path_factory.mktemp("soak") / "m.gguf"
-    write_gguf(packable_model("qwen3", 4, 64), path, GGMLQuantizationType.Q4_1, byte_tokenizer(400))
-    how = {"model": str(path), "same_bits": True}
-    with served(("float32",) * 2, how=how, streams=STREAMS, context=128) as serving:
-        yield serving
+    return write_gguf(packable_model("qwen3", 4, 64), path, GGMLQuantizationType.Q4_1, byte_tokenizer(400))
+
+
+def serving_of(path: Path, stages: tuple[tuple[int, ...], ...] = ()) -> contextlib.AbstractContextManager[Serving]:
+    how = {"model": str(path), "same_bits": True, "stages": stages}
+    return served(("float32",) * 2, how=how, streams=STREAMS, context=128)
 
 
 def varied(count: int, rng: random.Random) -> list[TextRequest]:
@@ -126,23 +130,26 @@ def soak(server: Serving, seconds: float, seed: int) -> int:
     return sum(right for right, _ in results)
 
 
-def test_texts_that_come_and_go_are_what_they_are_alone(server: Serving) -> None:
-    assert soak(server, 1.0, seed=1) >= CLIENTS
-    ended = server.scheduler.totals.ended
-    assert ended["cancelled"] > 0
-    assert set(ended) == {"complete", "cancelled"}
+def test_texts_that_come_and_go_are_what_they_are_alone(path: Path) -> None:
+    with serving_of(path) as server:
+        assert soak(server, 1.0, seed=1) >= CLIENTS
+        ended = server.scheduler.totals.ended
+        assert ended["cancelled"] > 0
+        assert set(ended) == {"complete", "cancelled"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 180)
-def test_the_same_for_long(server: Serving) -> None:
+@pytest.mark.parametrize("stages", [(), ((1, 1), (1, 1))], ids=["tensor parallel", "pipeline"])
+def test_the_same_for_long(path: Path, stages: tuple[tuple[int, ...], ...]) -> None:
     """Neither KV caches nor threads become more."""
-    soak(server, 2.0, seed=2)
-    threads, held = threading.active_count(), kv_bytes(server)
-    count = soak(server, SOAK_S, seed=3)
-    print(f"{count} texts in {SOAK_S:g} s, {server.scheduler.totals}")
-    assert threading.active_count() <= threads
-    assert kv_bytes(server) == held
+    with serving_of(path, stages) as server:
+        soak(server, 2.0, seed=2)
+        threads, held = threading.active_count(), kv_bytes(server)
+        count = soak(server, SOAK_S, seed=3)
+        print(f"{count} texts in {SOAK_S:g} s, {server.scheduler.totals}")
+        assert threading.active_count() <= threads
+        assert kv_bytes(server) == held
 
 
 def kv_bytes(server: Serving) -> list[int]:
