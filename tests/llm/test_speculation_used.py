@@ -44,6 +44,8 @@ def test_the_demo_guesses_when_told_to_and_says_what_came_of_it(run_ranks: Ranks
 def test_a_recording_of_steps_has_no_guesses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--xray records steps of one row; leave --speculate and --draft out"):
         demo_job(speculate="lookup", xray=str(tmp_path / "x"))
+    with pytest.raises(ValueError, match="--plan prefill=0,decode=1 hands over after steps of one row; leave --specul"):
+        demo_job(speculate="lookup", plan="prefill=0,decode=1")
 
 
 def test_served_texts_are_those_without_guesses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,8 +81,9 @@ class Job:
     timeout: float = 120.0
 
     def __post_init__(self) -> None:
-        if self.xray and self.speculation.on:
-            raise ValueError("--xray records steps of one row; leave --speculate and --draft out")
+        if self.speculation.on and (self.xray or asks_for_roles(self.plan)):
+            what = "--xray records" if self.xray else f"--plan {self.plan} hands over after"
+            raise ValueError(f"{what} steps of one row; leave --speculate and --draft out")
 
     @property
     def speculation(self) -> Speculation:
