@@ -119,6 +119,20 @@ def test_ranks_of_other_dtypes_take_part(tmp_path: Path, run_ranks: Callable[...
     assert (found - want).norm() / want.norm() < 0.02
 
 
+def test_rows_of_several_sequences_take_their_own_experts(tmp_path: Path, run_ranks: Callable[..., list[Any]]) -> None:
+    expert_model("qwen2_moe").save_pretrained(tmp_path)
+    texts = [TOKENS[0, :7].tolist(), TOKENS[0, 7:9].tolist(), TOKENS[0, 9:10].tolist()]
+
+    @torch.inference_mode()
+    def body(comm: hostring.Comm) -> tuple[torch.Tensor, torch.Tensor]:
+        part = exact_part(tmp_path, comm)
+        together = part.step_rows([(part.new_cache(), ids) for ids in texts]).clone()
+        return together, torch.cat([part.step(torch.tensor([ids]), part.new_cache()).clone() for ids in texts])
+
+    for together, alone in run_ranks(2, body):
+        assert close(together, alone)
+
+
 def near_ties(model: Any, tmp_path: Path) -> None:
     """Scores of all experts of even numbers, and of odd ones, differ by roundings; those of 1 and 7 not at all."""
     generator = torch.Generator().manual_seed(3)

@@ -47,6 +47,17 @@ def record(
     return Run.read(file)
 
 
+def test_what_is_recorded_is_counted_once(model_file: Path) -> None:
+    def body(comm: hostring.Comm) -> tuple[dict[str, int], dict[str, int]]:
+        model = load_model(model_file, comm, max_seq=64, hash_activations=True, compute="exact")
+        Recording(model)
+        model.generate(IDS, max_tokens=2)
+        return model.sharded.counts()["calls"], comm.counters.snapshot()["calls"]
+
+    for counted, once in in_threads(2, body):
+        assert counted == once
+
+
 @pytest.fixture(scope="module")
 def honest(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return record(model_file, tmp_path_factory.mktemp("honest") / "a.npz")

@@ -133,7 +133,7 @@ class LocalModel:
         if crossed.before is not None:
             found["seconds"]["wait"] += crossed.waited
             found["waited_for"][crossed.before] = found["waited_for"].get(crossed.before, 0.0) + crossed.waited
-        if self.reducing is self.comm:
+        if self.reducing.counters is self.comm.counters:  # of the group itself, or of what stands in for it
             return found
         first = self.comm.rank - self.reducing.rank  # the ranks of a stage are neighbours
         return _added(found, self.reducing.counters.snapshot(), first)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hostring.integrations.llm.model.config import Mixture
 
 EPSILON = 2.0**-23  # twice what one rounding to f32 changes at most, relative
+MAX_PAIRS = 2048  # of rows and experts whose products are in memory at once
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Router(nn.Module):
         self.mixture = mixture
         self.weight = nn.Parameter(torch.empty(mixture.count, hidden_size))
         self.shared = nn.Parameter(torch.empty(1, hidden_size)) if mixture.shared_columns else None
+        self._longest: Tensor | None = None  # of the rows of `weight`
 
     def forward(self, h: Tensor, x: Tensor, norm: nn.Module) -> Routes:
         """The routes of all rows.
@@ -67,10 +69,7 @@ class Router(nn.Module):
         """
         h, x = h.flatten(0, -2), x.flatten(0, -2)
         scores = F.linear(x, self.weight)  # (rows, experts)
-        near = self._near(scores, x)
-        if near is not None:
-            scores[near] = same_scores(h[near], norm, self.weight)
-        ranked = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+        ranked = torch.sort(self._sure(scores, h, x, norm), dim=-1, descending=True, stable=True).indices
         experts = ranked[:, : self.mixture.used].sort(-1).values
         weights = scores.softmax(-1).gather(-1, experts)
         if self.mixture.normalised:
@@ -80,40 +79,52 @@ class Router(nn.Module):
         shared = None if self.shared is None else F.linear(x, self.shared).sigmoid()
         return Routes(experts, weights, shared)
 
-    def _near(self, scores: Tensor, x: Tensor) -> Tensor | None:
-        """The rows in which rounding might change the choice; None where there are none."""
+    def _sure(self, scores: Tensor, h: Tensor, x: Tensor, norm: nn.Module) -> Tensor:
+        """Scores that rank the experts of each row alike on all ranks, as far as the choice goes.
+
+        In a row whose choice rounding might change, experts that are in or out whatever the rounding have infinite
+        scores, and only the others are computed again.
+        """
         used = self.mixture.used
         if used == self.mixture.count:
-            return None
-        first = scores.topk(used + 1, -1).values
-        gap = first[:, used - 1] - first[:, used]
-        rows = torch.where(~(gap > self._doubt(x)))[0]
-        return rows if len(rows) else None
+            return scores
+        doubt, first = self._doubt(x), scores.topk(used + 1, -1).values
+        last_in, first_out = first[:, used - 1], first[:, used]
+        near = ~(last_in - first_out > doubt)
+        if not near.any():
+            return scores
+        is_in, is_out = scores > (first_out + doubt)[:, None], scores < (last_in - doubt)[:, None]
+        rows, experts = torch.where(near[:, None] & ~(is_in | is_out))
+        found = torch.where(near[:, None], torch.where(is_in, torch.inf, -torch.inf), scores)
+        for start in range(0, len(rows), MAX_PAIRS):
+            r, e = rows[start : start + MAX_PAIRS], experts[start : start + MAX_PAIRS]
+            found[r, e] = same_scores(h[r], norm, self.weight[e])
+        return found
 
     def _doubt(self, x: Tensor) -> Tensor:
         """How much two scores of a row may differ from rank to rank, shape (rows,): a sum of n products in any order,
         of a norm whose n squares were added in any order, is off by less than n + 8 roundings of |x| |w|."""
-        longest = torch.linalg.vector_norm(self.weight, dim=-1).max()
+        longest = self._longest
+        if longest is None:
+            longest = torch.linalg.vector_norm(self.weight, dim=-1).max()
+            self._longest = None if self.weight.requires_grad else longest  # which training would change
         doubt: Tensor = 4 * (x.shape[-1] + 8) * EPSILON * torch.linalg.vector_norm(x, dim=-1) * longest
         return doubt
 
 
 def same_scores(h: Tensor, norm: nn.Module, weight: Tensor) -> Tensor:
-    """The scores of rows of the stream, with the same bits on any machine and in any company.
+    """Scores of experts for rows of the stream, with the same bits on any machine and in any company.
 
     Args:
-        h: shape (rows, hidden), f32. weight: shape (experts, hidden), f32.
+        h: a row of the stream for each score, shape (pairs, hidden), f32.
+        weight: of an expert for each, the same shape.
 
     Returns:
-        shape (rows, experts).
+        shape (pairs,).
     """
     scale, eps = norm.get_parameter("weight"), norm.get_buffer("eps")
-    found = []
-    for row in h:  # one by one: all products of a row are in memory at once
-        mean = sum_by_halves(row * row) / row.numel()
-        x = row / torch.sqrt(mean + eps) * scale
-        found.append(sum_by_halves(x * weight))
-    return torch.stack(found)
+    mean = sum_by_halves(h * h) / h.shape[-1]
+    return sum_by_halves(h / torch.sqrt(mean + eps)[:, None] * scale * weight)
 
 
 def sum_by_halves(terms: Tensor) -> Tensor:
