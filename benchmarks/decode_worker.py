@@ -36,17 +36,19 @@ def llama_cpp(options: argparse.Namespace) -> None:
     """llama.cpp on the same file, on as many threads as `options.threads`."""
     import xllamacpp
 
+    from hostring.integrations.llm.evidence.llama_cpp import silent
+
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel = options.model, 4096, 1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
-    with _silent():
+    with silent():
         server = xllamacpp.Server(params)
     _say({"ready": 0})
     for line in sys.stdin:
         asked = json.loads(line)
         _move_to(asked["cores"])
         request = {"prompt": asked["ids"], "n_predict": options.tokens, "temperature": 0, "cache_prompt": False}
-        with _silent():
+        with silent():
             answer = server.handle_completions(request)
         timings = (json.loads(answer) if isinstance(answer, str) else answer)["timings"]
         prefill_s = timings["prompt_ms"] / 1e3
@@ -71,19 +73,6 @@ def _move_to(cores: list[int] | None) -> None:
         for thread in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):  # it has ended
                 os.sched_setaffinity(int(thread.name), cores)
-
-
-@contextlib.contextmanager
-def _silent() -> Any:
-    """Standard error to nowhere: the library logs every request."""
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
 
 
 def _say(what: dict[str, Any]) -> None:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from hostring.topologies.proof import Certificate
     from hostring.topologies.unit_proof import UnitProof
 
+MAX_UNIT_RANKS = 8  # over which units are shared out, unless told otherwise: the splits grow threefold with each rank
 SEGMENT = 8  # elements; short, so that small buffers have several segments and their borders are tried
 
 
@@ -89,18 +91,20 @@ def certify(
     max_units: Annotated[
         int, typer.Option(min=1, help="Also prove the order over units, for every split of up to so many units.")
     ] = 16,
+    max_unit_ranks: Annotated[
+        int | None, typer.Option(min=1, help="Over up to so many ranks. [default: --max-ranks, at most 8]")
+    ] = None,
 ) -> None:
     """Prove every all-reduce's fold order and the order over units, and compare bits on links.
 
     The exit code is 1 when any element on any rank is folded in another order than declared.
     """
-    from rich.progress import track
-
     from hostring.command_line import console, show_table
     from hostring.group.contract import contract
-    from hostring.topologies.proof import NotCertified, combinations
+    from hostring.topologies.proof import combinations
     from hostring.topologies.unit_proof import UnitProof
 
+    unit_ranks = min(max_ranks, MAX_UNIT_RANKS) if max_unit_ranks is None else max_unit_ranks
     contract("auto", "rank", wire)  # refuses an unknown wire
     lines = [Line(*names, wire) for names in combinations()]
     steps: list[tuple[Callable[[int], None], int]] = [
@@ -109,17 +113,26 @@ def certify(
     if links:
         steps += [(line.compare, n) for line in lines for n in range(2, max_ranks + 1)]
     units = UnitProof()
-    steps += [(partial(units.prove, max_ranks=max_ranks), n) for n in range(1, max_units + 1)]
+    steps += [(partial(units.prove, max_ranks=unit_ranks), n) for n in range(1, max_units + 1)]
     out = console()
+    _carry_out(steps, out)
+    show_table(out, _table(lines, max_ranks, links))
+    out.print(_summary(lines, max_ranks, links, wire), highlight=False, soft_wrap=True)
+    out.print(_of_units(units, max_units, unit_ranks), highlight=False, soft_wrap=True)
+
+
+def _carry_out(steps: list[tuple[Callable[[int], None], int]], out: Console) -> None:
+    """Show progress, and end the command where something is not as declared."""
+    from rich.progress import track
+
+    from hostring.topologies.proof import NotCertified
+
     try:
         for step, number in track(steps, "certifying", console=out, transient=True):
             step(number)
     except NotCertified as exc:
         out.print(f"NOT CERTIFIED: {exc}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from exc
-    show_table(out, _table(lines, max_ranks, links))
-    out.print(_summary(lines, max_ranks, links, wire), highlight=False, soft_wrap=True)
-    out.print(_of_units(units, max_units, max_ranks), highlight=False, soft_wrap=True)
 
 
 def _table(lines: list[Line], max_ranks: int, links: bool) -> Table:

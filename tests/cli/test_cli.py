@@ -79,8 +79,11 @@ def test_certify_proves_every_combination_and_compares_bits_on_links() -> None:
 
 
 def test_certify_without_links_says_nothing_of_links() -> None:
-    shown = CliRunner().invoke(app, ["certify", "--max-ranks", "2", "--no-links", "--max-units", "2"])
+    shown = CliRunner().invoke(
+        app, ["certify", "--max-ranks", "2", "--no-links", "--max-units", "2", "--max-unit-ranks", "3"]
+    )
     assert shown.exit_code == 0
+    assert "of 1 to 2 units over 1 to 3 ranks" in shown.output
     assert "links" not in shown.output
     assert "TCP" not in shown.output
 

@@ -52,7 +52,7 @@ def main() -> None:
     params.model.path, params.n_ctx, params.n_parallel = asked["model"], 4096, 1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = asked["threads"]
     found = []
-    with _silent():
+    with silent():
         server = xllamacpp.Server(params)
         for ids in asked["prompts"]:
             request = {"prompt": ids, "n_predict": asked["tokens"], "temperature": 0, "cache_prompt": False}
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Standard error to nowhere: the library logs every request."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)

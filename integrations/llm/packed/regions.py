@@ -12,7 +12,7 @@ from typing import Any
 from hostring.integrations.llm.checkpoint.gguf_config import INTERLEAVED
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.regions import Attention, Experts, GatedMlp, Region
-from hostring.integrations.llm.packed.cached import CachedRows
+from hostring.integrations.llm.packed.cache_tensors import CacheTensors
 from hostring.integrations.llm.packed.exchange import Exchange, SequenceRows
 from hostring.integrations.llm.packed.graph import Graph
 from hostring.integrations.llm.packed.library import Pointer
@@ -79,7 +79,7 @@ class StepGraphs:
         self._joined, self._max_nodes = joined, nodes * n_graphs if joined else nodes
         self.context = arena.context(2 * nodes * n_graphs, 1 if joined else n_graphs, self._max_nodes)
         self.inputs = exchange.tensors(self.context)
-        self.caches = [CachedRows(arena, self.context, config, sequence) for sequence in exchange.sequences]
+        self.caches = [CacheTensors(arena, self.context, config, sequence) for sequence in exchange.sequences]
         self.before: Fold | None = None  # the reduction whose sum is not yet in the stream
         self.graphs: list[Graph] = []
 

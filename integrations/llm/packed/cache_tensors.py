@@ -30,7 +30,7 @@ class Halves(Protocol):
     n_positions: int
 
 
-class CachedRows:
+class CacheTensors:
     """The tensors of one sequence, made layer by layer, keys before values."""
 
     def __init__(self, arena: Arena, context: Pointer, config: ModelConfig, sequence: SequenceRows) -> None:
