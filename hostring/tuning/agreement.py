@@ -118,7 +118,7 @@ def _decide(session: Session) -> tuple[str, str, _Plain, Tuning | None]:
     except (OSError, ValueError) as exc:
         return "trouble", f"HOSTRING_TUNING={wanted}: {exc}", {}, None
     near = _one_host(session)
-    table = default_table(tuner.allowed, session.world_size, one_host=near or tuning is not None)
+    table = default_table(tuner.allowed, session.world_size, one_host=near or tuning is not None, wire=session.wire)
     if tuning is not None:
         return "table", tuning.source, _plain({**table, **tuning.table(tuner)}), tuning
     what = "measure" if wanted == "measure" else "table"

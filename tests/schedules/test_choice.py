@@ -132,3 +132,28 @@ def test_uneven_shares_travel_in_long_pieces(run_ranks):
     for got, messages in run_ranks(4, body, topology="ring"):
         assert got == bits(np.concatenate(parts))
         assert messages < 200
+
+
+@pytest.mark.parametrize(("wire", "narrow"), [("bfloat16", 1 / 2), ("mxint8", 33 / 128), ("mxfp4", 17 / 128)])
+@pytest.mark.parametrize("world_size", [3, 4, 5, 8, 9, 16])
+def test_on_a_network_large_arrays_take_the_fewest_bytes_of_the_wire(wire, narrow, world_size):
+    """Bytes per byte of float32, by hand. Results travel as float32 unless the wire rounds them too."""
+    share = (world_size - 1) / world_size
+    sent = {"one_shot": (world_size - 1) * narrow, "two_shot": share * (narrow + 1)}
+    both = {"one_shot": (world_size - 1) * narrow, "two_shot": share * 2 * narrow}
+    wires = {wire: sent, **({f"{wire}-both": both} if wire.startswith("mx") else {})}
+    for name, by_variant in wires.items():
+        tuner = Tuner("auto", "rank", world_size)
+        tuner.adopt(default_table(tuner.allowed, world_size, one_host=False, wire=name), "the defaults")
+        variant = tuner.all_reduce(1 << 24, 4).variant
+        assert by_variant[variant] == min(by_variant.values())
+
+
+def test_on_a_network_fewer_bytes_move_the_thresholds():
+    def upto(wire):
+        tuner = Tuner("mesh", "rank", 8)
+        tuner.adopt(default_table(tuner.allowed, 8, one_host=False, wire=wire), "the defaults")
+        return tuner.table["all_reduce"][0].upto
+
+    assert upto("float32") < upto("bfloat16") < upto("mxint8") < upto("mxfp4")
+    assert upto("float32") < upto("mxint8-both") < upto("mxfp4-both")
