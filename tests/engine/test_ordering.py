@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -17,6 +18,21 @@ def until(condition, seconds: float = 20.0) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.002)
     return condition()
+
+
+def test_several_all_reduces_may_be_waited_for_in_any_order(run_ranks):
+    """Each rank waits in an order of its own, on two threads; what each call gives was agreed when it was made."""
+    rows = [rank_distinct(3, n, seed=n) for n in (50_000, 1, 7000, 300)]
+
+    def body(comm):
+        works = [comm.all_reduce(row[comm.rank].copy(), async_op=True) for row in rows]
+        waited = list(np.random.default_rng(comm.rank).permutation(len(works)))
+        with ThreadPoolExecutor(2) as pool:
+            results = dict(zip(waited, pool.map(lambda k: works[k].wait(30), waited), strict=True))
+        return [results[k] for k in range(len(works))]
+
+    for results in run_ranks(3, body):
+        assert [bits(x) for x in results] == [bits(fold_in_order("rank", row)) for row in rows]
 
 
 @pytest.mark.parametrize(("topology", "order"), TOPOLOGIES)
