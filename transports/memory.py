@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Hashable, Sequence
 
+import numpy as np
+
 from hostring.errors import PeerLostError, RendezvousError
 from hostring.transports.addresses import Address
 from hostring.transports.link import Buffer, LinkKey
@@ -35,7 +37,7 @@ class _Stream:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.data = memoryview(bytearray(capacity))
+        self.data = memoryview(np.empty(capacity, np.uint8))  # not cleared: most links of a large group carry little
         self.written = 0
         self.read = 0
         self.ended = False
@@ -170,36 +172,36 @@ def pair(a: int, b: int, capacity: int = CAPACITY_BYTES) -> tuple[MemoryLink, Me
 
 
 _changed = threading.Condition()
-_left: dict[tuple[Hashable, int, int], MemoryLink] = {}
+_left: dict[tuple[Hashable, int], dict[int, MemoryLink]] = {}
+"""By key and the rank that made the pair: the other ends, by the rank that they are for, until those have taken them."""
 
 
 def meet(key: Hashable, rank: int, peer: int, capacity: int = CAPACITY_BYTES) -> MemoryLink:
     """The end for `rank` of its pair with `peer` under `key`. The first makes the pair and leaves the other end."""
     with _changed:
-        mine = _left.pop((key, rank, peer), None)
+        theirs = _left.get((key, peer), {})
+        mine = theirs.pop(rank, None)
         if mine is None:
-            mine, _left[key, peer, rank] = pair(rank, peer, capacity)
-        _changed.notify_all()
+            mine, other = pair(rank, peer, capacity)
+            _left.setdefault((key, rank), {})[peer] = other
+        elif not theirs:
+            del _left[key, peer]
+            _changed.notify_all()
     return mine
 
 
 def unclaimed(key: Hashable, rank: int, seconds: float) -> set[int]:
     """Wait until all peers have taken the ends that `rank` left under `key`. Returns those that are late."""
-
-    def late() -> set[int]:
-        return {k[1] for k in _left if k[0] == key and k[2] == rank}
-
     with _changed:
-        _changed.wait_for(lambda: not late(), seconds)
-        return late()
+        _changed.wait_for(lambda: (key, rank) not in _left, seconds)
+        return set(_left.get((key, rank), {}))
 
 
 def forget(key: Hashable, rank: int) -> None:
     """Close the ends that `rank` left under `key` and that nobody took."""
     with _changed:
-        nobodys = [k for k in _left if k[0] == key and k[2] == rank]
-        links = [_left.pop(k) for k in nobodys]
-    for link in links:
+        nobodys = _left.pop((key, rank), {})
+    for link in nobodys.values():
         link.close()
 
 
