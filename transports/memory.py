@@ -173,7 +173,7 @@ def pair(a: int, b: int, capacity: int = CAPACITY_BYTES) -> tuple[MemoryLink, Me
 
 _changed = threading.Condition()
 _left: dict[tuple[Hashable, int], dict[int, MemoryLink]] = {}
-"""By key and the rank that made the pair: the other ends, by the rank that they are for, until those have taken them."""
+"""By key and the rank that made the pairs: the other ends, by the rank that each is for, until it has taken it."""
 
 
 def meet(key: Hashable, rank: int, peer: int, capacity: int = CAPACITY_BYTES) -> MemoryLink:
