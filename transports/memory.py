@@ -37,7 +37,7 @@ class _Stream:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.data = memoryview(np.empty(capacity, np.uint8))  # not cleared: most links of a large group carry little
+        self.data = np.empty(capacity, np.uint8).data  # not cleared: most links of a large group carry little
         self.written = 0
         self.read = 0
         self.ended = False
