@@ -6,19 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch_ranks import pool
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
-from torch_ranks import pool
-
-from hostring.integrations.torch_backend import Options
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 40
 
 
 def _train(group, restart):
-    """Train with the hook; halfway, go on as new objects that load what was saved. The loss and the parameters' hash."""
+    """Train with the hook; halfway, go on as new objects that load what was saved. The loss, and the state's hash."""
     sys.path.insert(0, str(EXAMPLES))
     from small_training import SmallTraining, read_text
     from torch.nn.parallel import DistributedDataParallel
@@ -48,6 +46,8 @@ def _train(group, restart):
 
 @pytest.mark.slow
 def test_the_bundled_model_under_ddp():
+    from hostring.integrations.torch_backend import Options
+
     exact = pool.run(2, _train, False)
     for wire in ("mxint8-both", "mxfp4-both"):
         options = Options(wire=wire)
