@@ -13,6 +13,7 @@ from hostring.commands import (
     launch,
     model,
     plan,
+    plan_map,
     plan_model,
     serve,
     top,
@@ -28,7 +29,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for group in (launch, certify, model, serve, top, cluster, trace, doctor, tune, plan, plan_model, xray, evidence):
+for group in (
+    launch,
+    certify,
+    model,
+    serve,
+    top,
+    cluster,
+    trace,
+    doctor,
+    tune,
+    plan,
+    plan_model,
+    plan_map,
+    xray,
+    evidence,
+):
     group.add(app)
 
 

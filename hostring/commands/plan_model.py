@@ -31,6 +31,10 @@ MaxSeq = Annotated[int | None, typer.Option(min=1, help="Positions of the KV cac
 TokensPerSecond = Annotated[float | None, typer.Option(min=1e-6, help="Say whether this rate is possible.")]
 CollectiveTime = Annotated[float | None, typer.Option(min=0.0, help="Microseconds of one reduction.")]
 Phase = Annotated[str, typer.Option(help="decode or prefill: whose time is made short.")]
+Context = Annotated[
+    int | None,
+    typer.Option(min=1, help="Price one node, tensor parallelism, stages and both at so many positions, and pick."),
+]
 Level = Annotated[
     str, typer.Option(help="regions: each is level; lanes: FFN makes up for attention; auto: the faster one.")
 ]
@@ -53,6 +57,7 @@ def model(
     tokens_per_s: TokensPerSecond = None,
     collective_us: CollectiveTime = None,
     phase: Phase = "decode",
+    context: Context = None,
     level: Level = "auto",
     keep_all: KeepAll = False,
 ) -> None:
@@ -74,6 +79,7 @@ def model(
         check_output(json, "--json")
     budgets, told = (importlib.import_module(f"{_PLANNING}.{name}") for name in ("budget", "document"))
     choice = _plan(options)
+    prices = _prices(options) if context is not None else None
     budget = None
     if tokens_per_s is not None:
         known = choice.problem.collective_s or (None if collective_us is None else 1e-6 * collective_us)
@@ -82,8 +88,10 @@ def model(
     show_table(out, told.table(choice))
     for line in told.lines(choice, budget):
         out.print(line, soft_wrap=True)
+    for line in prices["lines"] if prices else ():
+        out.print(line, soft_wrap=True)
     if json:
-        _write(json, told.document(choice, budget))
+        _write(json, {**told.document(choice, budget), **({"ways": prices["ways"]} if prices else {})})
     if budget is not None and not budget.feasible:
         raise typer.Exit(1)
 
@@ -101,6 +109,20 @@ def _plan(options: dict[str, Any]) -> Any:
         tie=options["level"],
         link_price=_link_price,
     )
+
+
+def _prices(options: dict[str, Any]) -> dict[str, Any]:
+    """What other ways would cost, in words and as plain values."""
+    ranks = options["ranks"]
+    if ranks == "live":
+        raise ValueError("--context needs ranks that are known: write --json FILE first, then give --ranks FILE")
+    ask, priced = (importlib.import_module(f"{_PLANNING}.{name}") for name in ("ask", "prices"))
+    same = {name: options[name] for name in ("compute", "dtype", "memory")}
+    known = ask.described(options["path"], int(ranks) if ranks.isdecimal() else ranks, **same)
+    how = {"collective_us": options["collective_us"], "link_price": _link_price}
+    asked = ask.asked_for(known, options["phase"], options["context"], **how)
+    found = priced.ways(asked)
+    return {"lines": list(priced.lines(asked, found)), "ways": priced.as_json(found)}
 
 
 def _plan_live(options: dict[str, Any]) -> Any:

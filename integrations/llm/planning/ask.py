@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from hostring.integrations.llm.planning.choose import Choice, choose
 from hostring.integrations.llm.planning.footprint import Way
 from hostring.integrations.llm.planning.model_file import ModelFile, read_model_file
-from hostring.integrations.llm.planning.ranks import COMPUTES, alike, read_ranks
+from hostring.integrations.llm.planning.prices import Asked
+from hostring.integrations.llm.planning.ranks import COMPUTES, RankSpec, alike, read_ranks
 from hostring.integrations.llm.planning.shares import Phase, Tie
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 LinkPrice = Callable[[dict[str, Any], int, int], float]
 """Seconds of an all-reduce, given "links" of a RANKS file, the number of ranks, and bytes."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model, the ranks that are offered, and what else a RANKS file says."""
+
+    model: ModelFile
+    ranks: list[RankSpec]
+    told: dict[str, Any]
 
 
 def plan_for(
@@ -40,6 +51,15 @@ def plan_for(
         ValueError: nothing legal, nothing that fits, or an option that makes no sense.
         FileNotFoundError: no such model or file.
     """
+    known = described(path, ranks, compute=compute, dtype=dtype, memory=memory)
+    price = _collective_price(known.model, known.told, collective_us, link_price)
+    return choose(known.model, known.ranks, price, phase=phase, tie=tie, max_seq=max_seq, leave_out=not keep_all)
+
+
+def described(
+    path: str | Path, ranks: int | str | Path, *, compute: str = "auto", dtype: str = "float32", memory: str = ""
+) -> Described:
+    """See `plan_for`."""
     model = read_model_file(path)
     way = Way(_compute(model, compute), dtype)
     budgets = parse_memory(memory)
@@ -51,8 +71,26 @@ def plan_for(
         if budgets:
             offers = alike(len(specs), way, budgets)
             specs = [replace(s, memory_nbytes=o.memory_nbytes, pool=o.pool) for s, o in zip(specs, offers, strict=True)]
-    price = _collective_price(model, told, collective_us, link_price)
-    return choose(model, specs, price, phase=phase, tie=tie, max_seq=max_seq, leave_out=not keep_all)
+    return Described(model, specs, told)
+
+
+def asked_for(
+    known: Described, phase: Phase, context: int, *, collective_us: float | None, link_price: LinkPrice
+) -> Asked:
+    """What `prices.ways` prices.
+
+    Raises:
+        ValueError: nobody knows how fast a rank is in this phase.
+    """
+    unknown = [spec.name for spec in known.ranks if getattr(spec, phase) is None]
+    if unknown:
+        key = "decode_gb_per_s" if phase == "decode" else "prefill_gflop_per_s"
+        raise ValueError(f"--context needs the speed of {unknown[0]} in {phase}: give --ranks FILE with {key}")
+    links, told = known.told.get("links"), known.told.get("collective_us")
+    if collective_us is None and told is None and links is not None:
+        return Asked(known.model, known.ranks, phase, context, cache(partial(link_price, links)))
+    seconds = 1e-6 * float(collective_us if collective_us is not None else told or 0.0)
+    return Asked(known.model, known.ranks, phase, context, lambda n_ranks, nbytes: seconds)
 
 
 def _compute(model: ModelFile, compute: str) -> str:
