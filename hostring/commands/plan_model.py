@@ -79,19 +79,17 @@ def model(
         check_output(json, "--json")
     budgets, told = (importlib.import_module(f"{_PLANNING}.{name}") for name in ("budget", "document"))
     choice = _plan(options)
-    prices = _prices(options) if context is not None else None
+    said, ways = _prices(options)
     budget = None
     if tokens_per_s is not None:
         known = choice.problem.collective_s or (None if collective_us is None else 1e-6 * collective_us)
         budget = budgets.Budget(tokens_per_s, choice.problem.model.config.num_hidden_layers, known)
     out = console()
     show_table(out, told.table(choice))
-    for line in told.lines(choice, budget):
-        out.print(line, soft_wrap=True)
-    for line in prices["lines"] if prices else ():
+    for line in (*told.lines(choice, budget), *said):
         out.print(line, soft_wrap=True)
     if json:
-        _write(json, {**told.document(choice, budget), **({"ways": prices["ways"]} if prices else {})})
+        _write(json, {**told.document(choice, budget), **ways})
     if budget is not None and not budget.feasible:
         raise typer.Exit(1)
 
@@ -111,9 +109,11 @@ def _plan(options: dict[str, Any]) -> Any:
     )
 
 
-def _prices(options: dict[str, Any]) -> dict[str, Any]:
-    """What other ways would cost, in words and as plain values."""
+def _prices(options: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """What other ways would cost, in words and as plain values; nothing without --context."""
     ranks = options["ranks"]
+    if options["context"] is None:
+        return [], {}
     if ranks == "live":
         raise ValueError("--context needs ranks that are known: write --json FILE first, then give --ranks FILE")
     ask, priced = (importlib.import_module(f"{_PLANNING}.{name}") for name in ("ask", "prices"))
@@ -122,7 +122,7 @@ def _prices(options: dict[str, Any]) -> dict[str, Any]:
     how = {"collective_us": options["collective_us"], "link_price": _link_price}
     asked = ask.asked_for(known, options["phase"], options["context"], **how)
     found = priced.ways(asked)
-    return {"lines": list(priced.lines(asked, found)), "ways": priced.as_json(found)}
+    return list(priced.lines(asked, found)), {"ways": priced.as_json(found)}
 
 
 def _plan_live(options: dict[str, Any]) -> Any:

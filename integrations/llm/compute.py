@@ -147,8 +147,9 @@ def _of_all_stages(comm: Comm, packed: bool) -> Sequence[bool]:
     return [bool(way) for way in comm.all_gather(np.array([packed]))]
 
 
-def stay(part: LocalModel, comm: Comm) -> Sequence[bool]:
-    """Go on in a rebuilt group with the weights that are here, while a rank that came back loads. A collective.
+def stay(part: LocalModel, comm: Comm, same_bits: bool) -> Sequence[bool]:
+    """Go on in a rebuilt group with the weights that are here, while a rank that came back loads. A collective: its
+    calls are those of `build_local`, in the same order.
 
     Returns:
         which ranks compute packed.
@@ -160,10 +161,12 @@ def stay(part: LocalModel, comm: Comm) -> Sequence[bool]:
     if isinstance(part.forward, StagedForward):
         inner, why = part.forward.inner, ""
         try:
-            packed = _stay(inner)
+            packed = _stay(inner, same_bits)
         except ValueError as exc:
             why = str(exc)
         refuse_together(comm, why)
+        if same_bits:
+            promise(comm, "")
         part.plan = head_rows(inner, comm, part.forward.stages)
         return _of_all_stages(comm, packed[inner.comm.rank])
     if isinstance(part.forward, HandoverForward):
@@ -171,16 +174,18 @@ def stay(part: LocalModel, comm: Comm) -> Sequence[bool]:
         refuse_together(comm, "")
         rejoin(part.forward)
         return _of_all_stages(comm, part.forward.compute == "packed")
-    return _stay(part)
+    return _stay(part, same_bits)
 
 
-def _stay(part: LocalModel) -> Sequence[bool]:
+def _stay(part: LocalModel, same_bits: bool) -> Sequence[bool]:
     why_not, borders = "it has dequantised its weights", ""
     if part.forward.compute == "packed":
         why_not, borders = "", _hash_of(part.decoder.units)
     ways = agree(part.comm, Able(why_not, False), ShareHashes(part.plan.sha256, part.plan.sha256, borders))
     if not why_not and part.decoder.beside_exact == all(ways):
         raise ValueError(f"packed are now the ranks {[r for r, w in enumerate(ways) if w]}; load the model again")
+    if same_bits:
+        promise(part.comm, why_not)
     return ways
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from demo_jobs import PROMPTS
+from gguf import GGMLQuantizationType
+from llm_models import packable_model, write_gguf
 from serving_ranks import ask, served
 
 import hostring
 from hostring.integrations.llm import Sampling, load_model
 from hostring.integrations.llm.checkpoint.tokenizer import load_tokenizer
 from hostring.integrations.llm.checkpoint.weights import open_checkpoint
+from hostring.integrations.llm.compute import build_local, stay
 from hostring.integrations.llm.demo.job import BUNDLED, Job
-from hostring.integrations.llm.pipeline.stages import stage_plan
+from hostring.integrations.llm.model.tensor_parallel import gather_logits
+from hostring.integrations.llm.packed.library import Unavailable, load
+from hostring.integrations.llm.pipeline.stages import StagePlan, stage_plan
 from hostring.integrations.llm.serve.options import ServeOptions
 from hostring.integrations.llm.serve.rank_part import RankPart
 from hostring.integrations.llm.serve.scheduler import Scheduler
@@ -143,3 +150,33 @@ def test_each_stage_computes_a_step_of_its_own(depth: int, stages: int, lags: li
             window.push(step)  # type: ignore[arg-type]
     assert [window.mine for window in windows] == [steps[-1 - lag] for lag in lags]
     assert {id(window.oldest) for window in windows} == {id(windows[-1].mine)}
+
+
+@pytest.mark.parametrize("stages", [((1, 1), (1, 1)), ((1, 1), (2, 2)), ((2,), (3,))])
+def test_a_rank_that_comes_back_promises_the_same_bits_with_those_that_stayed(
+    stages: Any, tmp_path: Path, run_ranks: Any
+) -> None:
+    """The last rank loads anew in another group, and the others take part in each of its collectives."""
+    path = write_gguf(packable_model("qwen3", 4, 64), tmp_path / "m.gguf", GGMLQuantizationType.Q4_1)
+    plan = StagePlan(*stages)
+
+    def built(comm: hostring.Comm) -> Any:
+        how: dict[str, Any] = {"max_seq": 64, "hash_activations": False, "compile": False, "dtype": torch.float32}
+        checkpoint, cpu = open_checkpoint(path), torch.device("cpu")
+        return build_local(checkpoint, comm, "packed", cpu, plan=plan, same_bits=True, **how)[0]
+
+    def body(comm: hostring.Comm) -> list[bool]:
+        part, rebuilt = built(comm), comm.split(0)
+        assert rebuilt is not None
+        if comm.rank < comm.world_size - 1:
+            stay(part, rebuilt, same_bits=True)
+        else:
+            part = built(rebuilt)
+        logits = [gather_logits(rebuilt, part.step(torch.tensor([[5, 7, 9]]), part.new_cache()), part.plan)]
+        return [one is None or bool(np.isfinite(one).all()) for one in logits]
+
+    try:
+        load()
+    except Unavailable as exc:
+        pytest.skip(str(exc))
+    assert run_ranks(plan.world_size, body) == [[True]] * plan.world_size

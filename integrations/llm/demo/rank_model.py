@@ -20,7 +20,6 @@ from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.sampling import Sampling
 from hostring.integrations.llm.pipeline.staged import StagedForward
 from hostring.integrations.llm.request import HEAD_RANK
-from hostring.integrations.llm.same_bits import promise
 from hostring.integrations.llm.xray.recording import Recording
 
 Report = dict[str, Any]
@@ -86,9 +85,7 @@ class RankModel:
         """Go on in a rebuilt group; the weights stay where this rank is still the same."""
         self.job = plan_together(self.job, comm, self.device, loaded=self._loaded is not None)
         if self._loaded is not None and (comm.rank, comm.world_size) == (self.comm.rank, self.comm.world_size):
-            self._packed_ranks = stay(self._loaded[1].sharded, comm)
-            if self.job.same_bits:
-                promise(comm, "")
+            self._packed_ranks = stay(self._loaded[1].sharded, comm, self.job.same_bits)
             self._loaded[1].speculate(self.job.speculation)
         else:
             self._packed_ranks = None

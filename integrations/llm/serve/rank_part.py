@@ -21,7 +21,6 @@ from hostring.integrations.llm.model.cache import Cache
 from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.sampling import local_candidates
 from hostring.integrations.llm.request import HEAD_RANK
-from hostring.integrations.llm.same_bits import promise
 from hostring.integrations.llm.serve.options import ServeOptions
 from hostring.integrations.llm.serve.steps import FROM_PROMPT, Admission, Brought, Feed, Row, brought_of, plan_width
 from hostring.integrations.llm.serve.window import Step, StepWindow
@@ -100,9 +99,7 @@ class RankPart:
         self._slots.clear()
         self._options = self._agreed(self._options, comm, loaded=True)
         if (comm.rank, comm.world_size) == (self.comm.rank, self.comm.world_size):
-            self.model.packed_ranks = stay(self.model.sharded, comm)
-            if self._options.job.same_bits:
-                promise(comm, "")
+            self.model.packed_ranks = stay(self.model.sharded, comm, self._options.job.same_bits)
         else:
             self.model = self._load(comm)
         self._speculate()
