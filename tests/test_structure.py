@@ -38,7 +38,7 @@ Each imports what stands before its own line only.
 MODEL_LAYERS = (
     ("model",),
     ("checkpoint",),
-    ("request", "sharded", "packed", "stats", "agreement", "pipeline"),
+    ("request", "sharded", "packed", "stats", "agreement", "pipeline", "context"),
     ("same_bits", "handover"),
     ("compute",),
     ("planning",),

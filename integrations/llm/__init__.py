@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hostring.integrations.llm.context.plan import ContextPlan
     from hostring.integrations.llm.conversation import Conversation
     from hostring.integrations.llm.generate import Model, load_model
     from hostring.integrations.llm.generation import Generation
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from hostring.integrations.llm.stats import Stats
 
 _HOMES = {
+    "ContextPlan": "context.plan",
     "Conversation": "conversation",
     "Generation": "generate",
     "LocalModel": "model.local_model",
@@ -37,6 +39,7 @@ _HOMES = {
     "parallelize": "sharded",
 }
 __all__ = [
+    "ContextPlan",
     "Conversation",
     "Generation",
     "LocalModel",

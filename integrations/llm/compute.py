@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from hostring import Comm
 from hostring.integrations.llm.agreement import Able, ShareHashes, agree
 from hostring.integrations.llm.checkpoint.checkpoint import Checkpoint
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
+from hostring.integrations.llm.context.forward import ContextForward, share_context
+from hostring.integrations.llm.context.plan import ContextPlan, why_not_shared
 from hostring.integrations.llm.handover.forward import HandoverForward
 from hostring.integrations.llm.handover.model import group_of_one, handed_model, rejoin
 from hostring.integrations.llm.handover.roles import Roles
@@ -41,6 +43,7 @@ from hostring.integrations.llm.sharded import build
 log = logging.getLogger("hostring")
 
 COMPUTES: Final = ("auto", "packed", "exact")
+Plan: TypeAlias = ShardPlan | StagePlan | ContextPlan | Roles
 
 
 def build_local(
@@ -49,7 +52,7 @@ def build_local(
     compute: str,
     device: torch.device,
     *,
-    plan: ShardPlan | StagePlan | Roles | None,
+    plan: Plan | None,
     max_seq: int | None,
     hash_activations: bool,
     compile: bool | str,
@@ -64,8 +67,8 @@ def build_local(
         compute: "packed" multiplies by the blocks of a GGUF file as they are, with activations rounded to 8 bits in
             blocks of 32, as llama.cpp does; "exact" dequantises them. "auto" is packed where the rank can, and logs
         why it can't.
-        plan: which shares each rank holds, see `sharded.build`; the stages of a pipeline; or who computes prompts and
-            who decodes.
+        plan: which shares each rank holds, see `sharded.build`; the stages of a pipeline; a grid of ranks that share
+            their KV caches; or who computes prompts and who decodes.
         max_seq, hash_activations, compile, exact: see `sharded.build`.
         packed_ranks: which ranks compute packed, where this group has agreed on it before: then this is no collective.
         same_bits: refuse what does not give the bits of any other number of ranks.
@@ -78,6 +81,8 @@ def build_local(
             or the same bits can't be promised.
     """
     wishes = {"max_seq": max_seq, "hash_activations": hash_activations, "compile": compile, **exact}
+    if isinstance(plan, ContextPlan):
+        return _build_on_grid(checkpoint, comm, compute, device, plan, same_bits=same_bits, **wishes)
     if isinstance(plan, StagePlan):
         return _build_stage(checkpoint, comm, compute, device, plan, same_bits=same_bits, **wishes)
     if isinstance(plan, Roles):
@@ -95,6 +100,24 @@ def build_local(
     if compute == "auto" and isinstance(checkpoint, GgufCheckpoint) and device.type == "cpu":
         log.warning("hostring: rank %d computes with dequantised weights: %s", comm.rank, able.why_not)
     return build(checkpoint, comm, plan=plan, device=device, **wishes), packed
+
+
+def _build_on_grid(
+    checkpoint: Checkpoint,
+    comm: Comm,
+    compute: str,
+    device: torch.device,
+    grid: ContextPlan,
+    *,
+    compile: bool | str,
+    same_bits: bool,
+    **wishes: Any,
+) -> tuple[LocalModel, Sequence[bool]]:
+    """This rank's part of a grid; what one rank refuses is refused on every rank."""
+    why_not = why_not_shared(grid, comm.world_size, compute, compile=bool(compile), same_bits=same_bits)
+    refuse_together(comm, why_not)
+    part = build(checkpoint, comm, plan=grid.shares(checkpoint.config), device=device, **wishes)
+    return share_context(part, grid), [False] * comm.world_size
 
 
 def _build_stage(
@@ -157,6 +180,10 @@ def stay(part: LocalModel, comm: Comm, same_bits: bool) -> Sequence[bool]:
     Raises:
         ValueError: this rank is another one there; or the rank that came back computes in another way than before.
     """
+    if isinstance(part.forward, ContextForward):
+        refuse_together(comm, "")  # as the rank does that loads
+        part.move_to(comm)
+        return [False] * comm.world_size
     part.move_to(comm)
     if isinstance(part.forward, StagedForward):
         inner, why = part.forward.inner, ""

@@ -15,15 +15,12 @@ from hostring import Comm
 from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
 from hostring.integrations.llm.checkpoint.tokenizer import load_tokenizer
 from hostring.integrations.llm.checkpoint.weights import open_checkpoint
-from hostring.integrations.llm.compute import build_local
+from hostring.integrations.llm.compute import Plan, build_local
 from hostring.integrations.llm.generation import Generation, Parts, Run
-from hostring.integrations.llm.handover.roles import Roles
 from hostring.integrations.llm.model.cache import Cache
 from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.local_model import LocalModel
 from hostring.integrations.llm.model.sampling import Sampling
-from hostring.integrations.llm.model.shards import ShardPlan
-from hostring.integrations.llm.pipeline.stages import StagePlan
 from hostring.integrations.llm.prefix import PrefixCache
 from hostring.integrations.llm.request import Request, check_fit, share_request
 from hostring.integrations.llm.same_bits import LogitsHash, OnLogits
@@ -32,7 +29,6 @@ from hostring.integrations.llm.speculation.speculator import Speculator, load_sp
 from hostring.integrations.llm.speculation.wish import Speculation
 
 Prompt = str | Sequence[int] | Callable[[], str | Sequence[int]] | None
-Plan = ShardPlan | StagePlan | Roles
 
 
 @dataclass
@@ -163,7 +159,8 @@ def load_model(
         device: what it computes on: "cpu", "cuda" (also ROCm), "cuda:1", "mps", "xpu", or "auto" for an accelerator
             if there is one (see `find_device`). Ranks may differ.
         plan: which part of the model each rank holds; balanced by default. Must be the same on all ranks. A `StagePlan`
-            makes a pipeline, `Roles` let one rank compute prompts and another one decode.
+            makes a pipeline, a `ContextPlan` shares KV caches by position, `Roles` let one rank compute prompts and
+            another one decode.
         max_seq: positions of the KV cache; by default what the model was trained for, but at most 4096.
         replicate_embedding: every rank holds all embedding rows. Otherwise they are split too, at one more reduction
             per step.

@@ -155,7 +155,7 @@ class Traffic:
 
     def collectives(self, passes: Sequence[int]) -> int:
         """Calls for forward passes over these numbers of positions, and one decision."""
-        per_pass = len(self.reduced_elements) + (self.boundaries.shared > 0)
+        per_pass = len(self.reduced_elements) + (self.boundaries.shared > 0) + len(self.boundaries.merged)
         return len(passes) * per_pass + 1 + (self.gathered_elements > 0)
 
     def nbytes(self, passes: Sequence[int], wanted: int = 1) -> int:
@@ -166,7 +166,10 @@ class Traffic:
         decided = expected("decide", self.decided_elements, "int32", root=self.head_rank)
         gathered = expected("gather", wanted * self.gathered_elements, "float32", root=self.head_rank)
         shared = sum(summed("broadcast", n * self.boundaries.shared, "float32") for n in passes)
-        return int(reduced + decided + gathered + shared + 4 * sum(passes) * self.boundaries.sent)
+        merging = self.boundaries.merging
+        merges = Counter(n * each for n in passes for each in self.boundaries.merged)
+        merged = sum(times * merging.expected_payload("all_to_all", n, "float32") for n, times in merges.items())
+        return int(reduced + decided + gathered + shared + merged + 4 * sum(passes) * self.boundaries.sent)
 
     def of_guesses(self, stats: Stats, rows: Sequence[int], decided: Callable[[int], int]) -> None:
         """Fill in what is expected of decode steps that had so many rows each. `decided`: numbers that a rank brings to

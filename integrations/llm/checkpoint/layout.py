@@ -88,7 +88,9 @@ def _attention(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str, tup
         "attention.qkv_proj.weight": tuple(
             _slice(f"self_attn.{n}_proj.weight", (total, hidden), rows) for n, total, rows in qkv
         ),
-        "attention.o_proj.weight": (_slice("self_attn.o_proj.weight", (hidden, q_all), columns=q_rows),),
+        "attention.o_proj.weight": (
+            _slice("self_attn.o_proj.weight", (hidden, q_all), columns=plan.o_columns(config, rank)),
+        ),
     }
     if config.qkv_bias:
         found["attention.qkv_proj.bias"] = tuple(

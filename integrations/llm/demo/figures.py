@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from hostring.integrations.llm.context.plan import BLOCK_POSITIONS, ContextPlan
 from hostring.integrations.llm.demo.controls import Controls
 from hostring.integrations.llm.demo.head import Head
 from hostring.integrations.llm.demo.job import BUNDLED
@@ -94,6 +95,8 @@ def _plan(model: RankModel) -> dict[str, Any]:
         ]
     elif isinstance(split, Roles):
         found["roles"] = {"prefill": split.prefill, "decode": split.decode}
+    elif isinstance(split, ContextPlan):
+        found["grid"] = {"context": split.context, "heads": split.heads, "block_positions": BLOCK_POSITIONS}
     return found
 
 

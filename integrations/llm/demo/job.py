@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hostring.integrations.llm.context.plan import ContextPlan, context_plan, is_context_plan, why_not_shared
 from hostring.integrations.llm.handover.roles import Roles, asks_for_roles, roles
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.pipeline.stages import StagePlan, is_stage_plan, stage_plan
@@ -20,6 +21,7 @@ BUNDLED = Path(__file__).parents[1] / "tiny"
 DTYPE_NAMES = ("float16", "bfloat16", "float32")
 COMPUTES = ("auto", "packed", "exact")
 _MAX_UNCHECKED_RANKS = 8  # may be started to find out that the model has too few KV heads for them
+Asked = StagePlan | ContextPlan | Roles | PlanFile | None
 _COMPILE = {"off": "", "on": "inductor"}
 _SHORT = {"f16": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32"}
 
@@ -34,10 +36,12 @@ class Job:
         devices: what each rank computes on; none where every rank says so for itself.
         compile: for each rank, the backend of `torch.compile`, "" for none; nothing where no rank compiles.
         compute: "auto", "packed" or "exact", see `load_model`.
-        plan: who holds what: "even", "bytes", "auto", "experts=place", a file, or stages such as "pp=2,tp=2".
+        plan: who holds what: "even", "bytes", "auto", "experts=place", a file, stages such as "pp=2,tp=2", or a grid
+            such as "context=3,heads=2".
         shares: KV groups, columns, vocabulary and query heads by rank, where they are known before the ranks start.
         stages: layers and ranks of each stage of a pipeline; none where all ranks share every layer.
         roles: the rank that computes prompts and the one that decodes; none where all ranks do both.
+        grid: of ranks that share their KV caches by position, see `ContextPlan`; none where no ranks do.
         planned: what else the plan says, as JSON.
         same_bits: promise the bits of any other number of ranks, see `load_model`.
         xray: file for a recording of the first answer, stage by stage; none where it is empty.
@@ -70,6 +74,7 @@ class Job:
     shares: tuple[tuple[int, ...], ...] = ()
     stages: tuple[tuple[int, ...], ...] = ()
     roles: tuple[int, ...] = ()
+    grid: tuple[int, ...] = ()
     planned: str = ""
     same_bits: bool = False
     xray: str = ""
@@ -99,8 +104,10 @@ class Job:
         return self.dtypes[rank] if not may_pack else "packed" if self.compute == "packed" else ""
 
     @property
-    def split(self) -> ShardPlan | StagePlan | Roles | None:
-        """The shares, stages or roles that were planned; None for even shares, and where the ranks are to plan."""
+    def split(self) -> ShardPlan | StagePlan | ContextPlan | Roles | None:
+        """What was planned: shares, stages, a grid or roles; None for even shares, and where the ranks are to plan."""
+        if self.grid:
+            return ContextPlan(*self.grid)
         if self.stages:
             return StagePlan(*self.stages)
         if self.roles:
@@ -127,7 +134,8 @@ class Job:
     @staticmethod
     def from_json(text: str) -> Job:
         fields = json.loads(text)
-        lists = {name: tuple(fields[name]) for name in ("dtypes", "prompts", "devices", "compile", "roles")}
+        names = ("dtypes", "prompts", "devices", "compile", "roles", "grid")
+        lists = {name: tuple(fields[name]) for name in names}
         nested = {name: tuple(map(tuple, fields[name])) for name in ("shares", "stages")}
         return Job(**{**fields, **lists, **nested})
 
@@ -183,15 +191,19 @@ def make_job(
         return _staged(job, asked)
     if isinstance(asked, Roles):
         return _with_roles(job, asked)
+    if isinstance(asked, ContextPlan):
+        return _on_grid(job, asked)
     if job.ranks > _MAX_UNCHECKED_RANKS:
         ShardPlan.balanced(read_model_file(path).config, job.ranks)
     return _planned(job, asked)
 
 
-def _asked_for(wish: str, path: Path, ranks: int | None, compute: str) -> StagePlan | Roles | PlanFile | None:
+def _asked_for(wish: str, path: Path, ranks: int | None, compute: str) -> Asked:
     """What `wish` says before the ranks start; None where they share the model out themselves."""
     if is_stage_plan(wish):
         return stage_plan(wish, read_model_file(path).config, ranks)
+    if is_context_plan(wish):
+        return context_plan(wish, ranks)
     return roles(wish, ranks) if asks_for_roles(wish) else plan_of_file(wish, path, compute)
 
 
@@ -206,6 +218,14 @@ def _staged(job: Job, stages: StagePlan) -> Job:
     """`job` with stages, where there are several."""
     stages.check(read_model_file(job.model).config, job.ranks)
     return job if len(stages.layers) == 1 else replace(job, stages=(stages.layers, stages.ranks))
+
+
+def _on_grid(job: Job, grid: ContextPlan) -> Job:
+    """`job` with a grid of ranks."""
+    if why := why_not_shared(grid, job.ranks, job.compute, compile=job.compiles, same_bits=job.same_bits):
+        raise ValueError(why)
+    grid.shares(read_model_file(job.model).config)
+    return replace(job, grid=(grid.context, grid.heads))
 
 
 def _existing(path: Path) -> Path:

@@ -29,7 +29,7 @@ def evidence(
     """Measure `job`, and write evidence.json and index.html into `out`.
 
     Raises:
-        ValueError: the prompts don't fit the model, or the ranks are to be a pipeline; no rank was started.
+        ValueError: the prompts don't fit the model, or the ranks are to be a pipeline or a grid; no rank was started.
         HostringError: a rank failed; what it said is on stderr.
     """
     _check(job, lengths)
@@ -64,7 +64,7 @@ def evidence(
 
 
 def _check(job: Job, lengths: Sequence[int]) -> None:
-    if job.stages or job.roles:
+    if job.stages or job.roles or job.grid:
         raise ValueError(
             f"evidence of a run with --plan {job.plan} is not built; run hostring demo --plan {job.plan}, which "
             "checks its counts and hashes"

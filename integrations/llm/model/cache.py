@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hostring.integrations.llm.model.attention import attend
 from hostring.integrations.llm.model.config import ModelConfig
 
 
@@ -29,6 +30,25 @@ def check_fit(cache: Cache, n_positions: int) -> None:
         )
 
 
+class Slot(Protocol):
+    """One layer's part of a cache, in one step."""
+
+    @property
+    def n_new(self) -> int:
+        """How many positions are new."""
+
+    def attend(self, q: Tensor, kv: Tensor) -> Tensor:
+        """Store new keys and values, and attend to all that there are.
+
+        Args:
+            q: shape (batch, new positions, heads, head_dim).
+            kv: shape (batch, new positions, 2 kv_heads, head_dim), keys before values.
+
+        Returns:
+            shape (batch, new positions, what the output projection multiplies).
+        """
+
+
 class KVSlot(NamedTuple):
     """Where one layer writes the new positions of this step, and what it reads.
 
@@ -46,9 +66,15 @@ class KVSlot(NamedTuple):
     keys: Tensor
     values: Tensor
 
-    def write(self, kv: Tensor) -> None:
-        """Store new keys and values. kv: (batch, new positions, 2 kv_heads, head_dim)."""
+    @property
+    def n_new(self) -> int:
+        """See `Slot`."""
+        return self.fresh.shape[2]
+
+    def attend(self, q: Tensor, kv: Tensor) -> Tensor:
+        """See `Slot`."""
         self.fresh.copy_(kv.transpose(1, 2))
+        return attend(q, self.keys, self.values, self.start)
 
 
 class KVCache:

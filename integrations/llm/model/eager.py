@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hostring.integrations.llm.model.cache import KVSlot
+from hostring.integrations.llm.model.attention import attend
+from hostring.integrations.llm.model.cache import Slot
 from hostring.integrations.llm.model.experts import Gated, gate_experts, mix
 from hostring.integrations.llm.model.regions import Attention, Experts, GatedMlp, Region
 
@@ -27,7 +28,7 @@ class Eager:
             attends to the new positions alone.
     """
 
-    def __init__(self, layer: nn.Module, rope: Rope, slots: Sequence[KVSlot] | None) -> None:
+    def __init__(self, layer: nn.Module, rope: Rope, slots: Sequence[Slot] | None) -> None:
         self.layer, self.rope, self.slots = layer, rope, slots
 
     def norm(self, h: Tensor, region: Region) -> Tensor:
@@ -57,18 +58,18 @@ class Eager:
         return turned if dtype == torch.float32 else turned.to(dtype)
 
     def attend(self, heads: Tensor, region: Attention) -> Tensor:
-        """Shape (batch, seq, heads * head_dim), in the dtype of the heads."""
+        """Shape (batch, seq, what the last matrix multiplies), in the dtype of the heads."""
         q = heads[:, :, : region.heads]  # (batch, seq, heads, head_dim)
         kv = heads[:, :, region.heads :]  # (batch, seq, 2 kv_heads, head_dim)
         if self.slots is None:
             k, v = kv.transpose(1, 2).chunk(2, 1)
             out = attend(q, k, v, 0)
         elif len(self.slots) == 1:
-            out = _attend_to(self.slots[0], q, kv)
+            out = self.slots[0].attend(q, kv)
         else:
-            lengths = [slot.fresh.shape[2] for slot in self.slots]
+            lengths = [slot.n_new for slot in self.slots]
             parts = zip(self.slots, q.split_with_sizes(lengths, 1), kv.split_with_sizes(lengths, 1), strict=True)
-            out = torch.cat([_attend_to(*part) for part in parts], 1)
+            out = torch.cat([slot.attend(*own) for slot, *own in parts], 1)
         return out if out.dtype == heads.dtype else out.to(heads.dtype)
 
     def gate(self, gate_up: Tensor, region: GatedMlp) -> Tensor:
@@ -122,39 +123,7 @@ def _by_head(heads: Tensor, region: Attention) -> Tensor:
     return heads.view(batch, seq, region.heads + 2 * region.kv_heads, region.head_dim)
 
 
-def _attend_to(slot: KVSlot, q: Tensor, kv: Tensor) -> Tensor:
-    """Write the new keys and values of one sequence, and attend to all that it has."""
-    slot.write(kv)
-    return attend(q, slot.keys, slot.values, slot.start)
-
-
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotate heads to their positions, in f32. x: (batch, seq, heads, head_dim)."""
     swapped = x.view(*x.shape[:-1], 2, x.shape[-1] // 2).flip(-2).view(x.shape)
     return torch.addcmul(x * rope[0], swapped, rope[1])
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """Causal attention of queries at positions start … over keys at positions 0 …
-
-    Args:
-        q: shape (batch, queries, heads, head_dim).
-        k: shape (batch, kv_heads, start + queries, head_dim); v alike.
-        start: position of the first query.
-
-    Returns:
-        shape (batch, queries, heads * head_dim), in the dtype of the keys.
-    """
-    batch, queries, heads, head_dim = q.shape
-    if q.dtype != k.dtype:
-        q = q.to(k.dtype)
-    if queries == 1:  # the heads of a group see the same keys, so they can be the query rows of their KV head
-        grouped = q.view(batch, k.shape[1], heads // k.shape[1], head_dim)
-        return F.scaled_dot_product_attention(grouped, k, v).reshape(batch, 1, heads * head_dim)
-    q = q.transpose(1, 2)  # (batch, heads, queries, head_dim)
-    if start == 0:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    else:
-        mask = torch.ones(queries, start + queries, dtype=torch.bool, device=q.device).tril(start)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return out.transpose(1, 2).reshape(batch, queries, heads * head_dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +63,7 @@ class ExactForward:
         self.reducer.comm = comm
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor, cache: KVCache, stream: Stream | None = None, every: bool = False) -> Tensor:
+    def step(self, tokens: Tensor, cache: Any, stream: Stream | None = None, every: bool = False) -> Tensor:
         """See `Forward.step`. tokens: shape (batch, seq). With `every`, logits of all tokens of the first sequence."""
         single = self.one_row if tokens.numel() == 1 else None
         run_layers = self.decoder.run_layers if single is None else single.run_layers

@@ -133,10 +133,12 @@ class LocalModel:
         if crossed.before is not None:
             found["seconds"]["wait"] += crossed.waited
             found["waited_for"][crossed.before] = found["waited_for"].get(crossed.before, 0.0) + crossed.waited
-        if self.reducing.counters is self.comm.counters:  # of the group itself, or of what stands in for it
-            return found
-        first = self.comm.rank - self.reducing.rank  # the ranks of a stage are neighbours
-        return _added(found, self.reducing.counters.snapshot(), first)
+        for group in (self.reducing, crossed.merging):
+            # Neither the group itself, nor what stands in for it.
+            if group is not None and group.counters is not self.comm.counters:
+                first = self.comm.rank - group.rank  # its ranks are neighbours
+                found = _added(found, group.counters.snapshot(), first)
+        return found
 
     def decide(self, mine: Numbers, choose: Callable[[Numbers], Numbers], root: int) -> Numbers:
         """Choose a token; see `Comm.decide`. Where one rank at a time has all logits, that is not `root`'s choice."""
@@ -212,7 +214,7 @@ class LocalModel:
 
 
 def _added(whole: dict[str, Any], stage: dict[str, Any], first: int) -> dict[str, Any]:
-    """`whole` and what a stage has counted whose rank 0 is rank `first` of `whole`."""
+    """`whole` and what a smaller group has counted whose rank 0 is rank `first` of `whole`."""
     for name in ("payload_sent", "payload_received", "header_sent"):
         whole[name] += stage[name]
     for name, by in (("calls", 0), ("seconds", 0), ("waited_for", first)):

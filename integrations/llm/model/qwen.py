@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hostring.integrations.llm.model.cache import KVCache, KVSlot
+from hostring.integrations.llm.model.cache import KVCache, Slot
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.eager import Eager, Rope
 from hostring.integrations.llm.model.regions import Attention, Experts, GatedMlp, Region, layers_of
@@ -193,7 +193,7 @@ class Layer(nn.Module):
             self.add_module(region.norm, RMSNorm(config.hidden_size, config.rms_norm_eps))
             self.add_module(region.side, HELD[type(region)](config, region))
 
-    def forward(self, h: Tensor, rope: Rope, slots: Sequence[KVSlot] | None) -> Tensor:
+    def forward(self, h: Tensor, rope: Rope, slots: Sequence[Slot] | None) -> Tensor:
         ops = Eager(self, rope, slots)
         # Steps of several sequences aren't compiled: a peer would wait for the compiler at each new shape.
         several = slots is not None and len(slots) > 1

@@ -7,8 +7,9 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
+from hostring.integrations.llm.model.apportion import apportion, level
 from hostring.integrations.llm.model.config import ModelConfig
 
 Balance = Literal["regions", "bytes"]
@@ -27,7 +28,7 @@ WHOLE: Final = Ends()
 
 @dataclass
 class Boundaries:
-    """What crosses the borders of a pipeline's stage; nothing outside pipelines.
+    """What a rank exchanges beside the reductions: over the borders of a pipeline's stage, and to merge attention.
 
     Attributes:
         sent: f32 elements for each row of a step that this rank sends to the next stage.
@@ -37,6 +38,8 @@ class Boundaries:
         waited: seconds until that rank's streams had come, so far.
         stage, stages: which stage this is, and how many there are.
         in_background: a stream is still sent when a step returns; the next step waits for that.
+        merging: the ranks that share a KV cache with this one; None where none do.
+        merged: f32 elements for each row that this rank brings to each merge of a step, in order.
     """
 
     sent: int = 0
@@ -47,6 +50,8 @@ class Boundaries:
     stage: int = 0
     stages: int = 1
     in_background: bool = False
+    merging: Any = None
+    merged: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class ShardPlan:
         experts: whole experts, where they are placed; `columns` then only cuts what every token uses. Empty where every
             rank holds its columns of all experts.
         copied: every rank holds all that there is.
+        context: so many neighbours hold the same heads, and share their KV cache by position and the rows that
+            the output projection multiplies.
     """
 
     kv_groups: tuple[int, ...]
@@ -70,6 +77,7 @@ class ShardPlan:
     heads: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
     copied: bool = field(default=False, kw_only=True)
+    context: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         if not len(self.kv_groups) == len(self.columns) == len(self.vocab):
@@ -91,7 +99,8 @@ class ShardPlan:
     @property
     def sha256(self) -> str:
         """The same for the same shares, and for no others."""
-        fields = {name: value for name, value in asdict(self).items() if name not in ("copied", "experts") or value}
+        usual = {"copied": False, "context": 1, "experts": ()}  # left out, as before there was anything else
+        fields = {name: value for name, value in asdict(self).items() if usual.get(name) != value}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     @staticmethod
@@ -124,10 +133,8 @@ class ShardPlan:
         attention = ShardPlan(kv_groups, (0,) * world_size, (0,) * world_size, heads)
         column = config.num_hidden_layers * ffn_column_elements(config)
         held = [attention.n_elements(config, r) / column if balance == "bytes" else 0.0 for r in range(world_size)]
-        shares = _level(held, config.intermediate_size)
-        # Whole multiples of 32 columns keep block-quantised tensors from being read twice at the cuts.
-        granule = 32 if config.intermediate_size % 32 == 0 and config.intermediate_size >= 256 * world_size else 1
-        columns = tuple(granule * n for n in apportion(config.intermediate_size // granule, shares))
+        shares = level(held, config.intermediate_size)
+        columns = even_columns(config, shares)
         plan = ShardPlan(kv_groups, columns, apportion(config.vocab_size, [1.0] * world_size), heads)
         plan.check(config)
         return plan
@@ -146,9 +153,10 @@ class ShardPlan:
 
     def check(self, config: ModelConfig) -> None:
         """Raise a ValueError unless this plan covers `config` exactly."""
-        attention = ("query heads", self.heads, config.num_attention_heads)
+        attention = ("query heads", self.heads[:: self.context], config.num_attention_heads)
+        groups = ("KV-head groups", self.kv_groups[:: self.context], config.num_key_value_heads)
         for name, shares, total in (
-            attention if self.heads else ("KV-head groups", self.kv_groups, config.num_key_value_heads),
+            attention if self.heads else groups,
             ("FFN columns", self.columns, config.intermediate_size),
             ("vocabulary rows", self.vocab, config.vocab_size),
         ):
@@ -177,16 +185,28 @@ class ShardPlan:
 
     def groups_of(self, rank: int) -> range:
         """KV heads of `rank`, in a plan where ranks share none."""
-        return self._range(self.kv_groups, rank)
+        return self._range(self.kv_groups[:: self.context], rank // self.context)
 
     def attention_of(self, config: ModelConfig, rank: int) -> tuple[range, range]:
         """Query heads of `rank`, and the KV heads that they read."""
         per_group = config.group_heads
         if self.heads:
-            heads = self._range(self.heads, rank)
+            heads = self._range(self.heads[:: self.context], rank // self.context)
             return heads, range(heads.start // per_group, -(-heads.stop // per_group))
         groups = self.groups_of(rank)
         return range(groups.start * per_group, groups.stop * per_group), groups
+
+    def o_columns(self, config: ModelConfig, rank: int) -> range:
+        """Columns of the output projection on `rank`: those of its query heads, or its part of them where ranks hold
+        the same heads. That is whole heads, if each of those ranks can have one."""
+        heads, _ = self.attention_of(config, rank)
+        unit = config.head_dim if len(heads) >= self.context else 1
+        n_units = len(heads) * config.head_dim // unit
+        own, first = (
+            self._range(apportion(n_units, [1.0] * self.context), rank % self.context),
+            heads.start * config.head_dim,
+        )
+        return range(first + own.start * unit, first + own.stop * unit)
 
     def columns_of(self, rank: int) -> range:
         """FFN columns of `rank`."""
@@ -229,7 +249,8 @@ class ShardPlan:
     def n_elements(self, config: ModelConfig, rank: int) -> int:
         """Matrix elements that `rank` reads for one token: layers and its part of the head."""
         heads, groups = self.attention_of(config, rank)
-        attention = 2 * config.hidden_size * config.head_dim * (len(heads) + len(groups))
+        qkv = config.head_dim * (len(heads) + 2 * len(groups))
+        attention = config.hidden_size * (qkv + len(self.o_columns(config, rank)))
         if (mixture := config.experts) is None:
             mlp = self.columns[rank] * ffn_column_elements(config)
         else:
@@ -259,27 +280,11 @@ def ffn_column_elements(config: ModelConfig) -> int:
     return 3 * config.hidden_size * (1 if config.experts is None else config.experts.count)
 
 
-def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Integers that add up to `total`, as close to `shares` as possible; ties go to the lower ranks."""
-    if not sum(shares):
-        shares = [1.0] * len(shares)
-    weight = sum(shares)
-    exact = [total * s / weight for s in shares]
-    counts = [int(e) for e in exact]
-    by_remainder = sorted(range(len(shares)), key=lambda r: (counts[r] - exact[r], r))
-    for r in by_remainder[: total - sum(counts)]:
-        counts[r] += 1
-    return tuple(counts)
-
-
-def _level(held: Sequence[float], amount: float) -> list[float]:
-    """Pour `amount` over ranks that already hold `held`, so that the lowest are raised to one level."""
-    order = sorted(range(len(held)), key=lambda r: held[r])
-    for lowest in range(len(held), 0, -1):
-        level = (amount + sum(held[r] for r in order[:lowest])) / lowest
-        if level >= held[order[lowest - 1]]:
-            break
-    return [max(0.0, level - h) for h in held]
+def even_columns(config: ModelConfig, shares: Sequence[float]) -> tuple[int, ...]:
+    """FFN columns of each rank, as close to `shares` as possible."""
+    # Whole multiples of 32 columns keep block-quantised tensors from being read twice at the cuts.
+    granule = 32 if config.intermediate_size % 32 == 0 and config.intermediate_size >= 256 * len(shares) else 1
+    return tuple(granule * n for n in apportion(config.intermediate_size // granule, shares))
 
 
 def _slashed(shares: Sequence[int]) -> str:
