@@ -266,4 +266,4 @@ def _able(
         load()
     except (ValueError, Unavailable) as exc:
         return Able(str(exc), asked_for)
-    return Able(unsupported(checkpoint.tensors), asked_for)
+    return Able(unsupported(checkpoint.config, checkpoint.tensors), asked_for)

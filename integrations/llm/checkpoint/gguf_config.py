@@ -93,17 +93,25 @@ def _config(source: object, fields: Fields, arch: str, shapes: Mapping[str, tupl
         unrotated_layers=_unrotated_layers(fields, arch),
         qk_norm_across=arch == "olmoe",
         experts=experts,
+        windows=_windows(fields, arch),
     )
 
 
 def _refuse_other_values(fields: Fields) -> None:
-    """Options that change the result: other values than these, and a window that doesn't hold all positions."""
+    """Options that change the result: other values than these."""
     for key, neutral in _NEUTRAL.items():
         fields.only(key, *neutral)
     fields.only("tensor_data_layout", *_LAYOUTS)
+
+
+def _windows(fields: Fields, arch: str) -> tuple[int, ...]:
+    """A window of all layers, as Mistral's files have it; in other models the files don't say which layers have it."""
     name = "attention.sliding_window"
-    if fields.get(name) not in (None, 0) and fields.whole(name) < fields.whole("context_length", 2048):
-        raise fields.wrong(name, "0, or a window of all positions (context_length): sliding windows are not supported")
+    if fields.get(name) in (None, 0) or fields.whole(name) >= fields.whole("context_length", 2048):
+        return ()
+    if arch != "llama":
+        raise fields.wrong(name, f"0, or a window of all positions (context_length): which layers of {arch} have it?")
+    return (fields.whole(name),) * fields.whole("block_count")
 
 
 def _unrotated_layers(fields: Fields, arch: str) -> tuple[int, ...]:

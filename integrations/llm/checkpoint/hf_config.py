@@ -10,6 +10,7 @@ from hostring.integrations.llm.checkpoint.fields import Fields, naming
 from hostring.integrations.llm.checkpoint.hf_experts import experts_from_hf
 from hostring.integrations.llm.checkpoint.hf_quantisation import layout_from_hf
 from hostring.integrations.llm.checkpoint.hf_rope import rope_from_hf
+from hostring.integrations.llm.checkpoint.hf_windows import windows_from_hf
 from hostring.integrations.llm.model.config import ARCHITECTURES, ModelConfig
 
 _SILU = ("silu", "swish")
@@ -78,15 +79,10 @@ def config_from_hf(source: object, values: Mapping[str, Any]) -> ModelConfig:
             unrotated_layers=_unrotated_layers(fields) if kind == "smollm3" else (),
             qk_norm_across=kind == "olmoe",
             experts=experts,
+            windows=windows_from_hf(fields, kind),
         )
     fields.refuse_unknown(what="fields of config.json")
     return config
-
-
-def _refuse_window(fields: Fields, name: str, positions: str) -> None:
-    """Raise a ValueError unless the window holds all positions that the model has."""
-    if fields.get(name) is not None and fields.whole(name) < fields.whole(positions, 2048):
-        raise fields.wrong(name, f"none, or one of all {positions}: sliding windows are not supported")
 
 
 def _unrotated_layers(fields: Fields) -> tuple[int, ...]:
@@ -121,20 +117,6 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
             f"{fields.source}: hidden_act {fields.get('hidden_act')!r} is not supported; the MLP is SwiGLU "
             f"(silu or swish)"
         )
-    if fields.flag("use_sliding_window"):
-        raise ValueError(
-            f"{fields.source}: use_sliding_window is true; sliding windows are not supported, full attention is"
-        )
-    types = fields.get("layer_types") or ()
-    odd = sorted({str(t) for t in types if t != "full_attention"}) if isinstance(types, list | tuple) else [str(types)]
-    if odd:
-        raise ValueError(
-            f"{fields.source}: layer_types: layers of type {', '.join(odd)} are not supported; only full attention is"
-        )
-    if kind in ("qwen3", "qwen2", "smollm3", "qwen3_moe", "qwen2_moe"):
-        fields.ignore(("sliding_window",))  # without use_sliding_window it has no effect
-    else:
-        _refuse_window(fields, "sliding_window", "max_position_embeddings")
     fields.only("partial_rotary_factor", 1.0)
     for name in ("rope_interleaved", "use_mrope", "is_decoder", "add_cross_attention"):
         fields.only(name, False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hostring.integrations.llm.model.attention_kind import FULL, AttentionKind
+from hostring.integrations.llm.model.attention_kind import AttentionKind
 from hostring.integrations.llm.model.cache import check_fit
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.partial_attention import Partial, partial_attention
@@ -63,7 +63,7 @@ class ContextSlot:
     positions: Tensor
     merge: Merge
 
-    def attend(self, q: Tensor, kv: Tensor, kind: AttentionKind = FULL) -> Tensor:
+    def attend(self, q: Tensor, kv: Tensor, kind: AttentionKind) -> Tensor:
         """See `KVSlot.attend`. The result has those columns alone that this rank's output projection multiplies."""
         self.fresh.copy_(kv[0, self.own].transpose(0, 1))
         heads = q[0].transpose(0, 1)  # (heads, queries, head_dim)

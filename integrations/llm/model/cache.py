@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hostring.integrations.llm.model.attention import attend
+from hostring.integrations.llm.model.attention_kind import AttentionKind
 from hostring.integrations.llm.model.config import ModelConfig
 
 
@@ -37,12 +38,13 @@ class Slot(Protocol):
     def n_new(self) -> int:
         """How many positions are new."""
 
-    def attend(self, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(self, q: Tensor, kv: Tensor, kind: AttentionKind) -> Tensor:
         """Store new keys and values, and attend to all that there are.
 
         Args:
             q: shape (batch, new positions, heads, head_dim).
             kv: shape (batch, new positions, 2 kv_heads, head_dim), keys before values.
+            kind: which positions a query sees.
 
         Returns:
             shape (batch, new positions, what the output projection multiplies).
@@ -71,10 +73,10 @@ class KVSlot(NamedTuple):
         """See `Slot`."""
         return self.fresh.shape[2]
 
-    def attend(self, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(self, q: Tensor, kv: Tensor, kind: AttentionKind) -> Tensor:
         """See `Slot`."""
         self.fresh.copy_(kv.transpose(1, 2))
-        return attend(q, self.keys, self.values, self.start)
+        return attend(q, self.keys, self.values, self.start, kind)
 
 
 class KVCache:

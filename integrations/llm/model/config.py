@@ -73,6 +73,8 @@ class ModelConfig:
         intermediate_size: FFN columns; of each expert, where there are experts.
         qk_norm_across: queries are normalised over all heads together, and so are keys.
         unrotated_layers: which layers don't turn queries and keys to their positions.
+        windows: positions that a query of each layer sees, its own and those before; 0 for all. Empty where all layers
+            see all.
         experts: None where every layer has one MLP.
     """
 
@@ -96,6 +98,7 @@ class ModelConfig:
     unrotated_layers: tuple[int, ...] = ()
     qk_norm_across: bool = False
     experts: Mixture | None = None
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
@@ -114,10 +117,13 @@ class ModelConfig:
     def of_layers(self, layers: range) -> ModelConfig:
         """The same model with these layers alone, numbered from 0."""
         unrotated = tuple(n - layers.start for n in self.unrotated_layers if n in layers)
-        return replace(self, num_hidden_layers=len(layers), unrotated_layers=unrotated)
+        windows = self.windows[layers.start : layers.stop]
+        return replace(self, num_hidden_layers=len(layers), unrotated_layers=unrotated, windows=windows)
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of a HF `config.json` that describes this model."""
+        if self.windows:
+            raise ValueError("writing sliding windows to config.json is not supported")
         if self.rope_scaling.kind != "none":
             raise ValueError(f"writing rope scaling {self.rope_scaling.kind!r} to config.json is not supported")
         if self.experts is not None:

@@ -63,13 +63,13 @@ class Eager:
         kv = heads[:, :, region.heads :]  # (batch, seq, 2 kv_heads, head_dim)
         if self.slots is None:
             k, v = kv.transpose(1, 2).chunk(2, 1)
-            out = attend(q, k, v, 0)
+            out = attend(q, k, v, 0, region.kind)
         elif len(self.slots) == 1:
-            out = self.slots[0].attend(q, kv)
+            out = self.slots[0].attend(q, kv, region.kind)
         else:
             lengths = [slot.n_new for slot in self.slots]
             parts = zip(self.slots, q.split_with_sizes(lengths, 1), kv.split_with_sizes(lengths, 1), strict=True)
-            out = torch.cat([slot.attend(*own) for slot, *own in parts], 1)
+            out = torch.cat([slot.attend(q, kv, region.kind) for slot, q, kv in parts], 1)
         return out if out.dtype == heads.dtype else out.to(heads.dtype)
 
     def gate(self, gate_up: Tensor, region: GatedMlp) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hostring.integrations.llm.model.attention_kind import FULL
 from hostring.integrations.llm.model.cache import KVCache, KVSlot
 from hostring.integrations.llm.model.eager import norm_across
 from hostring.integrations.llm.model.one_row_experts import RowExperts, gate_call
@@ -170,7 +171,10 @@ def _attend(heads: Tensor, attended: Tensor, slots: list[KVSlot], number: int, r
     def apply() -> None:
         slot = slots[number]
         slot.row.numpy()[...] = kv
-        grouped[...] = F.scaled_dot_product_attention(q, slot.keys, slot.values).numpy()
+        keys, values = slot.keys, slot.values
+        if region.kind is not FULL and (first := region.kind.first_visible(slot.start)) > 0:
+            keys, values = keys[:, :, first:], values[:, :, first:]
+        grouped[...] = F.scaled_dot_product_attention(q, keys, values).numpy()
 
     return apply
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
+from hostring.integrations.llm.model.attention_kind import FULL, AttentionKind
 from hostring.integrations.llm.model.config import Mixture, ModelConfig
 
 X = TypeVar("X")
@@ -24,6 +25,7 @@ class Attention:
         qk_norm: queries and keys are normalised before they are turned to their positions.
         across: not each by itself, but all queries of a token together, and all keys.
         rotates: queries and keys are turned to their positions.
+        kind: which positions a query sees.
         norm, side, first, last: where its weights are: the norm, and the matrices `side.first` and `side.last`.
     """
 
@@ -33,6 +35,7 @@ class Attention:
     qk_norm: bool
     rotates: bool = True
     across: bool = False
+    kind: AttentionKind = FULL
     norm: str = "input_norm"
     side: str = "attention"
     first: str = "qkv_proj"
@@ -143,7 +146,17 @@ def layers_of(config: ModelConfig) -> list[tuple[Region, ...]]:
     mlp: Region = GatedMlp(config.intermediate_size)
     if config.experts is not None:
         mlp = Experts(config.intermediate_size, config.experts)
+    windows = config.windows or (0,) * config.num_hidden_layers
     return [
-        (Attention(*heads, config.qk_norm, layer not in config.unrotated_layers, config.qk_norm_across), mlp)
-        for layer in range(config.num_hidden_layers)
+        (
+            Attention(
+                *heads,
+                config.qk_norm,
+                layer not in config.unrotated_layers,
+                config.qk_norm_across,
+                AttentionKind(window) if window else FULL,
+            ),
+            mlp,
+        )
+        for layer, window in enumerate(windows)
     ]

@@ -53,7 +53,7 @@ class PackedDecoder:
         order: str = "rank",
         ends: Ends = WHOLE,
     ) -> None:
-        if why := unsupported(checkpoint.tensors):
+        if why := unsupported(checkpoint.config, checkpoint.tensors):
             raise Unavailable(why)
         self.ggml, self.threads = load(), threads
         self.config, self.plan, self.rank = checkpoint.config, plan, rank

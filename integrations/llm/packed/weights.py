@@ -155,8 +155,10 @@ def column_units(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[i
     return column_unit(tensors, o), column_unit(tensors, [f"blk.{n}.ffn_down.{e}weight" for n in layers for e in downs])
 
 
-def unsupported(tensors: dict[str, TensorInfo]) -> str:
-    """Which tensor keeps a file from being decoded packed, and why; empty when none does."""
+def unsupported(config: ModelConfig, tensors: dict[str, TensorInfo]) -> str:
+    """What keeps a file from being decoded packed, and why; empty when nothing does."""
+    if config.windows:
+        return f"sliding windows of {max(config.windows)} positions are not computed packed"
     if "blk.0.ffn_up.0.weight" in tensors:
         return "it has experts, whose blocks are dequantised; compute exact"
     for name, info in tensors.items():

@@ -155,7 +155,7 @@ def _size(info: TensorInfo) -> Matrices:
 
 def _units(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[UnitPlan | None, str]:
     """Where packed compute may cut this file, or why it can't compute it."""
-    if why := unsupported(tensors):
+    if why := unsupported(config, tensors):
         return None, why
     try:
         return UnitPlan.of(config, *column_units(config, tensors)), ""
