@@ -26,7 +26,7 @@ GGUF_KINDS = ("qwen3", "qwen2", "llama", "smollm3")
 # Keys that change nothing, or say again what the tensors say.
 EQUAL = ("rope.scaling.original_context_length", "rope.scaling.finetuned", "context_length")
 UNDERSTOOD = ("rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.factor", "rope.scale_linear")
-UNDERSTOOD += ("rope.scaling.attn_factor",)
+UNDERSTOOD += ("rope.scaling.attn_factor", "attention.sliding_window")
 
 
 def gguf_keys() -> list[str]:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hostring.integrations.llm.checkpoint.layout import slices_of_rank
-from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.apportion import apportion
+from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.shards import ShardPlan
 
 SMOL = ModelConfig(49152, 576, 1536, 30, 9, 3, 64, model_type="llama", qk_norm=False)

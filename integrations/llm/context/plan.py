@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from hostring.integrations.llm.model.apportion import apportion
+from hostring.integrations.llm.model.apportion import apportion, even_columns
 from hostring.integrations.llm.model.config import ModelConfig
-from hostring.integrations.llm.model.shards import ShardPlan, even_columns
+from hostring.integrations.llm.model.shards import ShardPlan
 
 BLOCK_POSITIONS = 16  # that follow each other in one shard of a KV cache
 
@@ -46,7 +46,7 @@ class ContextPlan:
         by_heads, even = ShardPlan.balanced(config, self.heads), [1.0] * self.world_size
         plan = ShardPlan(
             self._for_each_rank(by_heads.kv_groups),
-            even_columns(config, even),
+            even_columns(config.intermediate_size, even),
             apportion(config.vocab_size, even),
             self._for_each_rank(by_heads.heads),
             context=self.context,

@@ -187,6 +187,11 @@ def make_job(
         compile=_compile(compile, len(kinds)),
         **rest,
     )
+    return _placed(job, asked)
+
+
+def _placed(job: Job, asked: Asked) -> Job:
+    """`job` with what was asked for, as far as that is known before its ranks start."""
     if isinstance(asked, StagePlan):
         return _staged(job, asked)
     if isinstance(asked, Roles):
@@ -194,7 +199,7 @@ def make_job(
     if isinstance(asked, ContextPlan):
         return _on_grid(job, asked)
     if job.ranks > _MAX_UNCHECKED_RANKS:
-        ShardPlan.balanced(read_model_file(path).config, job.ranks)
+        ShardPlan.balanced(read_model_file(job.model).config, job.ranks)
     return _planned(job, asked)
 
 

@@ -26,3 +26,10 @@ def level(held: Sequence[float], amount: float) -> list[float]:
         if height >= held[order[lowest - 1]]:
             break
     return [max(0.0, height - h) for h in held]
+
+
+def even_columns(n_columns: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """FFN columns of each rank, as close to `shares` as possible."""
+    # Whole multiples of 32 columns keep block-quantised tensors from being read twice at the cuts.
+    granule = 32 if n_columns % 32 == 0 and n_columns >= 256 * len(shares) else 1
+    return tuple(granule * n for n in apportion(n_columns // granule, shares))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
-from hostring.integrations.llm.model.apportion import apportion, level
+from hostring.integrations.llm.model.apportion import apportion, even_columns, level
 from hostring.integrations.llm.model.config import ModelConfig
 
 Balance = Literal["regions", "bytes"]
@@ -134,7 +134,7 @@ class ShardPlan:
         column = config.num_hidden_layers * ffn_column_elements(config)
         held = [attention.n_elements(config, r) / column if balance == "bytes" else 0.0 for r in range(world_size)]
         shares = level(held, config.intermediate_size)
-        columns = even_columns(config, shares)
+        columns = even_columns(config.intermediate_size, shares)
         plan = ShardPlan(kv_groups, columns, apportion(config.vocab_size, [1.0] * world_size), heads)
         plan.check(config)
         return plan
@@ -278,13 +278,6 @@ class ShardPlan:
 def ffn_column_elements(config: ModelConfig) -> int:
     """Matrix elements of one FFN column in one layer: gate, up and down; of all experts, where there are some."""
     return 3 * config.hidden_size * (1 if config.experts is None else config.experts.count)
-
-
-def even_columns(config: ModelConfig, shares: Sequence[float]) -> tuple[int, ...]:
-    """FFN columns of each rank, as close to `shares` as possible."""
-    # Whole multiples of 32 columns keep block-quantised tensors from being read twice at the cuts.
-    granule = 32 if config.intermediate_size % 32 == 0 and config.intermediate_size >= 256 * len(shares) else 1
-    return tuple(granule * n for n in apportion(config.intermediate_size // granule, shares))
 
 
 def _slashed(shares: Sequence[int]) -> str:

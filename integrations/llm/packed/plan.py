@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.apportion import apportion
+from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.shards import ShardPlan
 
 MAX_PARTS = 8  # of the MLP; more would cost every number of ranks time

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hostring.integrations.llm.checkpoint.gguf_config import INTERLEAVED
+from hostring.integrations.llm.model.attention import attend
 from hostring.integrations.llm.model.cache import check_fit
 from hostring.integrations.llm.model.config import ModelConfig
-from hostring.integrations.llm.model.eager import attend
 from hostring.integrations.llm.model.regions import Attention, Experts, GatedMlp, Region, layers_of
 from hostring.integrations.llm.model.rope import rotary_frequencies
 from hostring.integrations.llm.packed.decoder import PackedDecoder
