@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hostring.integrations.llm.model.attention_kind import FULL, AttentionKind
-from hostring.integrations.llm.model.partial_attention import Partial, merged, partial_attention
+from hostring.integrations.llm.model.partial_attention import MAX_SCORES, Partial, merged, partial_attention
 
 F64 = npt.NDArray[np.float64]
 KINDS = (
@@ -134,3 +137,47 @@ def test_the_order_of_shards_is_the_order_of_the_fold() -> None:
     for query in range(4):
         one = merged(Partial.unpacked(stacked[:, :, query : query + 1]))
         assert torch.equal(one[:, 0], together[:, query])
+
+
+@dataclass(frozen=True)
+class Noting(AttentionKind):
+    """Notes how many scores are held at once."""
+
+    noted: list[int] = field(default_factory=list)
+
+    def capped(self, scores: torch.Tensor) -> torch.Tensor:
+        self.noted.append(scores.numel())
+        return super().capped(scores)
+
+
+@pytest.mark.parametrize("length", [8192, 65536])
+def test_no_more_scores_are_held_than_those_of_a_tile(length: int) -> None:
+    rows, heads, kind = 64, 8, Noting()
+    q, k = torch.randn(heads, rows, 4), torch.randn(2, length, 4)
+    partial_attention(q, k, k, length - rows, torch.arange(length), kind)
+    assert sum(kind.noted) == rows * heads * length
+    assert max(kind.noted) <= MAX_SCORES < rows * heads * length
+
+
+MEASURED = """
+import resource, sys, torch
+from hostring.integrations.llm.model.partial_attention import partial_attention
+torch.set_num_threads(1)
+length = int(sys.argv[1])
+q, k, v = torch.randn(8, 512, 16), torch.randn(2, length, 16), torch.randn(2, length, 16)
+partial_attention(q[:, :1], k[:, :9], v[:, :9], 8, torch.arange(9))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+partial_attention(q, k, v, length - 512, torch.arange(length))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_peak_memory_of_a_prompt_is_that_of_a_tile() -> None:
+    """Measured in processes of their own: 64 thousand keys take what 8 thousand take, where scores alone are 1 GiB."""
+    peaks = []
+    for length in (8192, 65536):
+        ran = subprocess.run([sys.executable, "-c", MEASURED, str(length)], capture_output=True, text=True, timeout=100,
+                             encoding="utf-8", check=True)  # fmt: skip
+        peaks.append(int(ran.stdout))
+    assert max(peaks) < 64 * 1024, peaks  # KiB
