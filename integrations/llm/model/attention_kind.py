@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # plans read which layers there are without torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,13 @@ class AttentionKind:
         if self.window:
             seen &= columns > rows - self.window
         if self.chunk:
-            seen &= torch.div(columns, self.chunk, rounding_mode="floor") == torch.div(
-                rows, self.chunk, rounding_mode="floor"
-            )
+            chunks = (at.div(self.chunk, rounding_mode="floor") for at in (rows, columns))
+            seen &= next(chunks) == next(chunks)
         return seen
 
     def capped(self, scores: Tensor) -> Tensor:
         """The scores after the soft-cap."""
-        return scores if not self.softcap else torch.tanh(scores / self.softcap) * self.softcap
+        return scores if not self.softcap else (scores / self.softcap).tanh() * self.softcap
 
 
 FULL: Final = AttentionKind()
