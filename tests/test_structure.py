@@ -22,7 +22,7 @@ LAYERS = (
     ("group",),
     ("engine",),
     ("cost", "tracing"),
-    ("tuning", "launch"),
+    ("tuning", "launch", "shipping"),
     ("comm",),
     ("rendezvous", "late_comm"),
     ("",),  # hostring/__init__.py
@@ -158,14 +158,16 @@ def test_core_imports_no_torch():
 
 
 def test_integrations_use_the_public_api():
-    """And `launch`, which starts processes, and `group.environment`, which reads what launchers say."""
+    """And `launch`, which starts processes, `shipping`, which sends files, and `group.environment`, which reads what
+    launchers say.
+    """
     public = {node.value for node in ast.walk(tree("")) if isinstance(node, ast.Constant)}
     for module in SOURCES:
         if module.startswith("integrations"):
             inner = {n for n in ours(module) if n and not n.startswith("integrations")}
-            assert {n for n in inner if not n.startswith("launch.")} <= {"group.environment"}, module
+            assert {n for n in inner if not n.startswith(("launch.", "shipping."))} <= {"group.environment"}, module
             named = {n.removeprefix("hostring.") for n in imported(module) if n.startswith("hostring.")}
-            assert {n.split(".")[0] for n in named} <= public | {"launch", "group", "integrations"}, module
+            assert {n.split(".")[0] for n in named} <= public | {"launch", "shipping", "group", "integrations"}, module
 
 
 def test_integrations_are_named_only_where_people_ask_for_them():

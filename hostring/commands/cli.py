@@ -6,6 +6,7 @@ import typer
 
 from hostring.command_line import run
 from hostring.commands import (
+    cache,
     certify,
     cluster,
     doctor,
@@ -36,6 +37,7 @@ for group in (
     serve,
     top,
     cluster,
+    cache,
     trace,
     doctor,
     tune,

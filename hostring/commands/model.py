@@ -17,7 +17,8 @@ _LLM = "hostring.integrations.llm"
 _PACKAGES = ("torch", "safetensors", "tokenizers", "jinja2", "gguf")  # what the extra `llm` brings
 
 Model = Annotated[
-    str | None, typer.Option(help="A GGUF file or a Hugging Face directory; the bundled model when not given.")
+    str | None,
+    typer.Option(help="A GGUF file, a Hugging Face directory or repository; the bundled model when not given."),
 ]
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="What to continue, or to answer; may be repeated.")]
 Chat = Annotated[

@@ -11,6 +11,7 @@ from hostring.command_line import need
 from hostring.commands.plan import plan_app
 
 _PLANNING = "hostring.integrations.llm.planning"
+_CHECKPOINT = "hostring.integrations.llm.checkpoint"
 
 ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="A GGUF file or a Hugging Face directory.")]
 Ranks = Annotated[
@@ -78,6 +79,7 @@ def model(
     if json:
         check_output(json, "--json")
     budgets, told = (importlib.import_module(f"{_PLANNING}.{name}") for name in ("budget", "document"))
+    options["model"] = importlib.import_module(f"{_CHECKPOINT}.repository").find_model(options["model"])
     choice = _plan(options)
     said, ways = _prices(options)
     budget = None

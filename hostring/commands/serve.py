@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hostring.command_line import need
+from hostring.commands.cluster import TokenFile
 
 _SERVE = "hostring.integrations.llm.serve"
 _LLM_PACKAGES = ("torch", "safetensors", "tokenizers", "jinja2", "gguf")  # what the extra `llm` brings
@@ -32,7 +34,8 @@ _SAME = (
 )  # options that `ServeOptions` has too
 
 Model = Annotated[
-    str | None, typer.Argument(help="A GGUF file or a Hugging Face directory; the bundled model when not given.")
+    str | None,
+    typer.Argument(help="A GGUF file, a Hugging Face directory or repository; the bundled model when not given."),
 ]
 Local = Annotated[int | None, typer.Option(min=1, help="How many rank processes on this machine; 2 by default.")]
 Machines = Annotated[
@@ -100,6 +103,9 @@ DraftMax = Annotated[int, typer.Option(min=1, help="The most guesses for a text 
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds for start-up and for each collective.")]
 
 
+Minutes = Annotated[float, typer.Option(help="With --machines: how long the token lets others in.")]
+
+
 def add(app: typer.Typer) -> None:
     app.command()(serve)
 
@@ -130,24 +136,30 @@ def serve(
     draft: Draft = None,
     draft_max: DraftMax = 7,
     timeout: Timeout = 120.0,
+    minutes: Minutes = 10.0,
+    token_file: TokenFile = None,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: chat, completions, streams, and a page to chat on.
 
     Prints `listening on http://HOST:PORT` once it can answer. A rank that dies is started again. Under a launcher
     (torchrun, mpirun, srun, `hostring launch`, `hostring cluster`) this is one rank of its group, and rank 0 listens.
     """
-    options = dict(locals())
+    _run(dict(locals()))
+
+
+def _run(options: dict[str, Any]) -> None:
     from hostring.group.environment import launched
 
+    machines, local = options["machines"], options["local"]
     _need_packages()
     if machines is not None and local is not None:
         raise ValueError("--machines is one rank on each of several machines, --local several on this one; give one")
     if machines is not None:
-        _open_cluster(machines, model)
+        _open_cluster(machines, options)
     elif local is None and launched(os.environ) is not None:
         _serve_member(options)
     else:
-        options["device"] = device or "cpu"
+        options["device"] = options["device"] or "cpu"
         raise typer.Exit(_load("start").serve_local(_options(options)))
 
 
@@ -159,16 +171,18 @@ def _need_packages() -> None:
         need(package, "serve", "hostring serve")
 
 
-def _open_cluster(machines: int, model: str | None) -> None:
+def _open_cluster(machines: int, options: dict[str, Any]) -> None:
     """Wait for the other machines, then be rank 0."""
     from hostring.commands.cluster import open_cluster
 
+    chosen = _options({**options, "local": machines, "dtypes": options["dtypes"] or "float32", "device": None})
     own = [argument for argument in sys.argv[1:] if not argument.startswith("--machines=")]
     if "--machines" in own:
         at = own.index("--machines")
         del own[at : at + 2]
-    theirs = "hostring serve" if model is None else "hostring serve MODEL"
-    open_cluster(machines, ["hostring", *own], module=True, join_with=theirs)
+    job = replace(chosen, api_keys=(), host="127.0.0.1").to_json().encode()  # what the others need not know stays here
+    wanted = {"minutes": options["minutes"], "token_file": options["token_file"]}
+    open_cluster(machines, ["hostring", *own], module=True, job=job, **wanted)
 
 
 def _serve_member(options: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from hostring.errors import RendezvousError
 from hostring.group.pulse import Pulse
 from hostring.launch import claims
-from hostring.launch.joining import PAUSE_S, Place
+from hostring.launch.joining import JOB_KEY, PAUSE_S, Place
 from hostring.launch.token import SECRET_NBYTES, Token
 from hostring.store.client import TcpStore
 from hostring.store.server import StoreServer
@@ -31,14 +31,24 @@ class Cluster:
         hosts: addresses of this machine to offer; without, those that other machines can reach.
         port: where to listen; 0 takes a free one.
         lifetime: seconds until the token expires.
+        job: what machines run that join without a program of their own.
+        secret: of an earlier cluster, whose machines come back to this one; a new one when not given.
     """
 
     def __init__(
-        self, world_size: int, *, name: str, hosts: Sequence[str] = (), port: int = 0, lifetime: float = 600.0
+        self,
+        world_size: int,
+        *,
+        name: str,
+        hosts: Sequence[str] = (),
+        port: int = 0,
+        lifetime: float = 600.0,
+        job: bytes | None = None,
+        secret: bytes | None = None,
     ) -> None:
         if world_size < 2:
             raise ValueError(f"world_size={world_size}: a cluster has at least 2 ranks")
-        secret = secrets.token_bytes(SECRET_NBYTES)
+        secret = secret or secrets.token_bytes(SECRET_NBYTES)
         offered = list(hosts) or hosts_to_bind(loopback=False, spec=os.environ.get("HOSTRING_INTERFACE"))
         sockets = [listen_at(offered[0], port)]
         port = sockets[0].getsockname()[1]
@@ -49,6 +59,8 @@ class Cluster:
         self.token = Token(tuple(addresses), world_size, int(time.time() + lifetime), secret)
         self._address = offered[0], port
         self._store = TcpStore.at(offered[0], port, secret=secret.hex().encode())
+        if job is not None:
+            self._store.set(JOB_KEY, job)
         self._claim = claims.take(self._store, name, world_size)
         self._pulses: dict[claims.Claim, Pulse] = {}
 

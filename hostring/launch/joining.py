@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hostring.errors import HandshakeError, RendezvousError
@@ -14,6 +14,7 @@ from hostring.store.client import StoreRefusedError, TcpStore
 from hostring.transports.addresses import Address, join_address, with_own_scopes
 
 PAUSE_S = 0.1  # between two looks at the store
+JOB_KEY = "cluster/job"
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,19 @@ class Place:
             "MASTER_PORT": str(self.address[1]),
             "HOSTRING_STORE": join_address(*self.address),
             "HOSTRING_SECRET": self.token.secret.hex(),
-            "HOSTRING_CLUSTER": "1",  # lets a program say how to come back
+            "HOSTRING_CLUSTER": ",".join(host for host, _ in self.token.addresses),  # also says: how to come back
             **({"HOSTRING_REJOIN": "1"} if self.rejoins else {}),
         }
 
 
+def offered_hosts(environ: Mapping[str, str]) -> list[str]:
+    """Addresses by which the others reach the machine that opened the cluster, where this is that machine."""
+    offered = filter(None, environ.get("HOSTRING_CLUSTER", "").split(","))
+    return [host for one in offered for host in with_own_scopes(one)]
+
+
 def join(token: Token, name: str, *, rejoins: bool = False, timeout: float = 10.0) -> Place:
-    """Take the next free rank of the cluster that `token` names.
+    """Take the next free rank of the cluster that `token` names, or come back as the rank that this machine had.
 
     Args:
         name: of this machine, one per rank.
@@ -56,20 +63,55 @@ def join(token: Token, name: str, *, rejoins: bool = False, timeout: float = 10.
         HandshakeError: the token has expired or is used up, or `name` has joined already (or, coming back, never did).
         RendezvousError: nobody answers at its addresses, or not with its secret.
     """
-    if not rejoins and time.time() > token.expires:
+    if not rejoins:
+        _check_alive(token)
+
+    def enter(store: TcpStore, address: Address) -> Place:
+        if rejoins:
+            return Place(token, address, claims.rank_of(store, name), rejoins)
+        claim = claims.take(store, name, token.world_size)
+        return Place(token, address, claim.rank, claim=claim)
+
+    return _at_the_store(token, enter, timeout)
+
+
+def join_or_come_back(token: Token, name: str, *, was_here: bool, timeout: float = 10.0) -> Place:
+    """Take the next free rank, or, where the cluster is complete and `name` has a rank, come back as that.
+
+    Args:
+        was_here: this machine has been in the cluster, so that the token may have expired since.
+
+    Raises:
+        HandshakeError, RendezvousError: see `join`.
+    """
+    if not was_here:
+        _check_alive(token)
+
+    def enter(store: TcpStore, address: Address) -> Place:
+        if store.check(["cluster/complete", f"cluster/rank-of/{name}"]):
+            return Place(token, address, claims.rank_of(store, name), rejoins=True)
+        claim = claims.take(store, name, token.world_size)
+        return Place(token, address, claim.rank, claim=claim)
+
+    return _at_the_store(token, enter, timeout)
+
+
+def _check_alive(token: Token) -> None:
+    if time.time() > token.expires:
         raise HandshakeError(
             f"this token expired {time.time() - token.expires:.0f} s ago; "
             f"ask for a new one (or set this machine's clock)"
         )
+
+
+def _at_the_store(token: Token, enter: Callable[[TcpStore, Address], Place], timeout: float) -> Place:
+    """What `enter` does at the store of the cluster, which is at one of the token's addresses."""
     addresses = [(host, port) for offered, port in token.addresses for host in with_own_scopes(offered)]
     failures: list[str] = []
     for address in addresses:
         store = _store(token, address, time.monotonic() + timeout / len(addresses))
         try:
-            if rejoins:
-                return Place(token, address, claims.rank_of(store, name), rejoins)
-            claim = claims.take(store, name, token.world_size)
-            return Place(token, address, claim.rank, claim=claim)
+            return enter(store, address)
         except StoreRefusedError as exc:
             raise HandshakeError(f"the cluster at {join_address(*address)} does not know this token: {exc}") from exc
         except HandshakeError:
@@ -81,6 +123,19 @@ def join(token: Token, name: str, *, rejoins: bool = False, timeout: float = 10.
     raise RendezvousError(
         f"nobody answers at the token's addresses; is the cluster still open? ({'; '.join(failures)})"
     )
+
+
+def job_of(place: Place) -> bytes | None:
+    """What the head wants this machine to run; None where it leaves that to the machine.
+
+    Raises:
+        ConnectionError: the head is gone.
+    """
+    store = _store(place.token, place.address, time.monotonic() + claims.SILENT_S)
+    try:
+        return store.get(JOB_KEY, 1.0) if store.check([JOB_KEY]) else None
+    finally:
+        store.close()
 
 
 def _store(token: Token, address: Address, deadline: float = 0.0) -> TcpStore:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import base58
 import msgpack
@@ -66,3 +68,25 @@ class Token:
         ):
             raise ValueError("this join token does not hold what it should")
         return cls(found, world_size, expires, secret)
+
+
+def read_token_file(path: Path) -> Token | None:
+    """The token of the last start; None where there is no such file yet.
+
+    Raises:
+        ValueError: the file holds no token.
+    """
+    if not path.exists():
+        return None
+    try:
+        return Token.parse(path.read_text(encoding="utf-8"))
+    except ValueError as exc:
+        raise ValueError(f"--token-file {path}: {exc}; remove the file for a new token") from exc
+
+
+def write_token_file(path: Path, token: Token) -> None:
+    """Keep a token for the next start, where this user alone can read it."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(f"{token}\n")
+    beside.replace(path)

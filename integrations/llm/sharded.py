@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hostring import Comm
 from hostring.integrations.llm.checkpoint.checkpoint import Checkpoint
-from hostring.integrations.llm.checkpoint.layout import TensorSlice, slices_of_rank
+from hostring.integrations.llm.checkpoint.layout import TensorSlice, slices_of_rank, slices_to_read
 from hostring.integrations.llm.checkpoint.whole_model import ModuleCheckpoint
 from hostring.integrations.llm.model.audit import StreamAudit
 from hostring.integrations.llm.model.devices import find_device
@@ -78,6 +78,7 @@ def build(
     plan.check(config)
     if plan.world_size != comm.world_size:
         raise ValueError(f"the plan is for {plan.world_size} ranks, the group has {comm.world_size}")
+    checkpoint.prepare(slices_to_read(config, plan, comm.rank, ends, replicate_embedding))
     max_seq = min(config.max_position_embeddings, 4096) if max_seq is None else max_seq
     audit = StreamAudit(2 * config.num_hidden_layers) if hash_activations else None
     reducer = HiddenReducer(comm, config.hidden_size, audit)

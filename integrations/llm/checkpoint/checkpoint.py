@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -24,6 +24,9 @@ class Checkpoint(Protocol):
 
     config: ModelConfig
     bytes_read: int
+
+    def prepare(self, parts: Iterable[TensorSlice]) -> None:
+        """All of these are going to be read: where they are sent here, they come at once."""
 
     def read(self, part: TensorSlice) -> Tensor:
         """The values of `part`, in the dtype of the file (f32 where the file is block-quantised).

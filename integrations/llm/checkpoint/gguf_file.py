@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from hostring.integrations.llm.checkpoint.arriving import source_of
 from hostring.integrations.llm.checkpoint.checkpoint import check_shape, check_tensors, missing
 from hostring.integrations.llm.checkpoint.gguf_config import INTERLEAVED, config_from_gguf
 from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
@@ -21,6 +23,7 @@ from hostring.integrations.llm.checkpoint.gguf_parts import read_parts
 from hostring.integrations.llm.checkpoint.gguf_rope import with_divisors
 from hostring.integrations.llm.checkpoint.layout import TensorSlice, layer_of, renumbered
 from hostring.integrations.llm.model.rope import RopeScaling
+from hostring.shipping.extents import Extent
 
 _ROPE = "rope_freqs.weight"
 _TABLES = (".attn_rot_embd", ".attn_rot_embd.weight", "rotary_emb.inv_freq")
@@ -37,10 +40,11 @@ class GgufCheckpoint:
         fields: the metadata.
         tensors: where each tensor lies.
         mapped: the files.
+        source: asked for bytes before they are read.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.source = path, source_of(path)
         parts = read_parts(path)
         self.fields, self.tensors, self.mapped = parts.fields, parts.tensors, parts.mapped
         shapes = {name: info.shape for name, info in self.tensors.items()}
@@ -74,6 +78,19 @@ class GgufCheckpoint:
         found.config, found.bytes_read = self.config.of_layers(layers), 0
         return found
 
+    def prepare(self, parts: Iterable[TensorSlice]) -> None:
+        """See `Checkpoint`."""
+        self.source.plan(self.extents(parts))
+
+    def extents(self, parts: Iterable[TensorSlice]) -> list[Extent]:
+        """Where these slices lie, in whole blocks."""
+        found = []
+        for part in parts:
+            if (info := self.tensors.get(gguf_name(part.name))) is not None:
+                rows, columns = (range(1), part.rows) if part.columns is None else (part.rows, part.columns)
+                found.append(_extent(info, rows, columns))
+        return found
+
     def read(self, part: TensorSlice) -> Tensor:
         info = self.tensors.get(gguf_name(part.name))
         if info is None:
@@ -94,16 +111,17 @@ class GgufCheckpoint:
         return torch.from_numpy(self._dequantised(info, rows, columns))
 
     def _dequantised(self, info: TensorInfo, rows: range, columns: range) -> npt.NDArray[np.float32]:
-        block, block_nbytes = GGML_QUANT_SIZES[info.kind]
-        first, last = columns.start // block, -(-columns.stop // block) if columns else columns.start // block
-        raw = self._bytes(info, rows, first * block_nbytes, last * block_nbytes)
+        start, stop = _run(info, columns)
+        raw = self._bytes(info, rows, start, stop)
         values = (
             np.zeros((len(rows), 0), np.float32) if raw.size == 0 else dequantize(np.ascontiguousarray(raw), info.kind)
         )
-        cut: npt.NDArray[np.float32] = values[:, columns.start - first * block : columns.stop - first * block]
+        before = columns.start // GGML_QUANT_SIZES[info.kind][0] * GGML_QUANT_SIZES[info.kind][0]
+        cut: npt.NDArray[np.float32] = values[:, columns.start - before : columns.stop - before]
         return np.array(cut, dtype=np.float32)
 
     def _bytes(self, info: TensorInfo, rows: range, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        self.source.read([Extent.of_matrix(info.part, info.offset, info.row_nbytes, rows, start, stop)])
         n_rows = info.shape[0] if len(info.shape) > 1 else 1
         whole = np.frombuffer(self.mapped[info.part], np.uint8, n_rows * info.row_nbytes, info.offset).reshape(
             n_rows, info.row_nbytes
@@ -111,6 +129,17 @@ class GgufCheckpoint:
         raw = whole[rows.start : rows.stop, start:stop]
         self.bytes_read += raw.size
         return raw
+
+
+def _run(info: TensorInfo, columns: range) -> tuple[int, int]:
+    """First and last byte in a row of the blocks that hold some columns."""
+    block, block_nbytes = GGML_QUANT_SIZES[info.kind]
+    first, last = columns.start // block, -(-columns.stop // block) if columns else columns.start // block
+    return first * block_nbytes, last * block_nbytes
+
+
+def _extent(info: TensorInfo, rows: range, columns: range) -> Extent:
+    return Extent.of_matrix(info.part, info.offset, info.row_nbytes, rows, *_run(info, columns))
 
 
 def _check_kind(path: Path, name: str, info: TensorInfo) -> None:

@@ -66,6 +66,17 @@ def read_parts(path: Path) -> GgufParts:
     return GgufParts(headers[0][0], experts_apart(found), mapped)
 
 
+def part_paths(path: Path) -> list[Path]:
+    """The files of the model that the file at `path` is, or is a part of.
+
+    Raises:
+        FileNotFoundError: a part is missing. ValueError: a file that can't be read.
+    """
+    with map_file(path) as data:
+        fields, _ = read_header(path, data)
+    return [path] if _count(path, fields) == 1 else _paths(path, fields)
+
+
 def read_fields(path: Path) -> dict[str, Any]:
     """The metadata of the model that the file at `path` is, or is a part of.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostring.integrations.llm.model.config import Mixture, ModelConfig
-from hostring.integrations.llm.model.shards import ShardPlan
+from hostring.integrations.llm.model.shards import Ends, ShardPlan
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -76,6 +76,22 @@ def slices_of_rank(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str,
         for name, parts in {**_attention(config, plan, rank), **mlp}.items():
             found[ours + name] = tuple(TensorSlice(theirs + p.name, p.shape, p.rows, p.columns) for p in parts)
     return found
+
+
+def slices_to_read(
+    config: ModelConfig, plan: ShardPlan, rank: int, ends: Ends, whole_embedding: bool = True
+) -> list[TensorSlice]:
+    """What a rank reads of a checkpoint.
+
+    Args:
+        ends: of the decoder that it holds. whole_embedding: it holds all rows of the embedding, not its share alone.
+    """
+    parts = slices_of_rank(config, plan, rank)
+    embedding, head = parts.pop("embed.weight")[0], parts.pop("head.weight")[0]
+    found = [part for several in parts.values() for part in several]
+    if ends.embedding:
+        found.append(embedding if whole_embedding else replace(embedding, rows=plan.vocab_of(rank)))
+    return [*found, head] if ends.head else found
 
 
 def _attention(config: ModelConfig, plan: ShardPlan, rank: int) -> dict[str, tuple[TensorSlice, ...]]:

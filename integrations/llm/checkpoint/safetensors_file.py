@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hostring.integrations.llm.checkpoint.arriving import (
+    ArrivingTensor,
+    StoredTensor,
+    Whole,
+    source_of,
+    stored_tensors,
+)
 from hostring.integrations.llm.checkpoint.checkpoint import check_shape, check_tensors, missing
 from hostring.integrations.llm.checkpoint.fields import Fields
 from hostring.integrations.llm.checkpoint.hf_config import config_from_hf
@@ -38,6 +46,8 @@ class SafetensorsCheckpoint:
     def __init__(self, directory: Path, file: Path | None = None) -> None:
         self.directory = directory
         fields = read_json(directory / "config.json")
+        self._source = source_of(directory / "config.json")
+        self._stored: dict[Path, dict[str, StoredTensor]] = {}
         self._opened: dict[Path, Any] = {}
         self._files = self._find_tensors(file)
         self.config = config_from_hf(directory / "config.json", fields)
@@ -50,6 +60,18 @@ class SafetensorsCheckpoint:
             self.config = replace(self.config, tie_word_embeddings=False)
         check_tensors(directory, self.config, shapes, harmless=lambda n: n.endswith("rotary_emb.inv_freq"))
         self.bytes_read = 0
+
+    def prepare(self, parts: Iterable[TensorSlice]) -> None:
+        """See `Checkpoint`. Quantised matrices come piece by piece, as they are read."""
+        if isinstance(self._source, Whole):
+            return
+        known = [(part, self._files[part.name]) for part in parts if part.name in self._files]
+        self._source.plan([self._where(part.name, file).extent(part.rows, part.columns) for part, file in known])
+
+    def _where(self, name: str, file: Path) -> StoredTensor:
+        if file not in self._stored:
+            self._stored[file] = stored_tensors(file)
+        return self._stored[file][name]
 
     def read(self, part: TensorSlice) -> Tensor:
         if part.name in self._quantised and part.columns is not None:
@@ -118,7 +140,9 @@ class SafetensorsCheckpoint:
 
     def _tensor(self, name: str, file: Path) -> Any:
         try:
-            return self._open(file).get_slice(name)
+            tensor = self._open(file).get_slice(name)
+            arrives = not isinstance(self._source, Whole)
+            return ArrivingTensor(tensor, self._where(name, file), self._source.read) if arrives else tensor
         except SafetensorError as exc:
             raise ValueError(f"{_INDEX} says that {file} holds {name}, which it does not: {exc}") from exc
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ class ModuleCheckpoint:
         self.config = model.config
         self.bytes_read = 0
         self._tensors = to_hf_state(model)
+
+    def prepare(self, parts: Iterable[TensorSlice]) -> None:
+        """See `Checkpoint`. All is here."""
 
     def read(self, part: TensorSlice) -> Tensor:
         tensor = self._tensors.get(part.name)

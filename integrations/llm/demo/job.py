@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hostring.integrations.llm.checkpoint.repository import find_model
 from hostring.integrations.llm.context.plan import ContextPlan, context_plan, is_context_plan, why_not_shared
 from hostring.integrations.llm.handover.roles import Roles, asks_for_roles, roles
 from hostring.integrations.llm.model.shards import ShardPlan
@@ -153,7 +154,7 @@ def make_job(
     """Complete and check what the user said, before any process starts.
 
     Args:
-        model: the bundled model when None.
+        model: a path or a Hugging Face repository; the bundled model when None.
         ranks: 2, or as many as `dtypes` or `devices` names, when None.
         dtypes: names separated by commas: one for all ranks, or one per rank. float16 and bfloat16 in turn when None.
         devices: names alike, see `find_device`; whether they are here is not asked. Left open when None.
@@ -165,7 +166,7 @@ def make_job(
             heads.
         FileNotFoundError: no such model.
     """
-    path = _existing(BUNDLED if model is None else Path(model))
+    path = find_model(BUNDLED if model is None else model)
     if ranks is not None and ranks < 1:
         raise ValueError(f"{ranks} ranks: at least one is needed")
     _check_prompts(prompts)
@@ -231,14 +232,6 @@ def _on_grid(job: Job, grid: ContextPlan) -> Job:
         raise ValueError(why)
     grid.shares(read_model_file(job.model).config)
     return replace(job, grid=(grid.context, grid.heads))
-
-
-def _existing(path: Path) -> Path:
-    if not path.exists():
-        raise FileNotFoundError(
-            f"no model at {path}; give a GGUF file or a directory with config.json and model.safetensors"
-        )
-    return path
 
 
 def _planned(job: Job, plan: PlanFile | None) -> Job:

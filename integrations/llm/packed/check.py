@@ -14,16 +14,29 @@ from hostring.integrations.llm.packed.graph import Graph, compute_once
 from hostring.integrations.llm.packed.library import Ggml, Unavailable
 from hostring.integrations.llm.packed.memory import F32, Arena
 from hostring.integrations.llm.packed.weights import MAX_CHECKED_ROWS, MAX_PRODUCT_ERROR, random_factors
+from hostring.shipping.extents import Extent
+
+
+def checked_rows(tensors: dict[str, TensorInfo]) -> list[Extent]:
+    """Where the rows lie that `check_formats` multiplies."""
+    return [
+        Extent(info.part, info.offset, info.row_nbytes * min(MAX_CHECKED_ROWS, info.shape[0]))
+        for _, info in _matrices(tensors).values()
+    ]
+
+
+def _matrices(tensors: dict[str, TensorInfo]) -> dict[GGMLQuantizationType, tuple[str, TensorInfo]]:
+    """One matrix per format, with its name."""
+    return {info.kind: (name, info) for name, info in tensors.items() if len(info.shape) == 2}
 
 
 def check_formats(ggml: Ggml, files: Sequence[npt.NDArray[np.uint8]], tensors: dict[str, TensorInfo]) -> None:
-    """Multiply a few rows of one matrix per format. files: of the model, mapped.
+    """Multiply a few rows of one matrix per format. files: of the model, mapped; they hold `checked_rows`.
 
     Raises:
         Unavailable: ggml's block sizes or products differ from gguf's.
     """
-    matrices = {info.kind: (name, info) for name, info in tensors.items() if len(info.shape) == 2}
-    for kind, (name, info) in matrices.items():
+    for kind, (name, info) in _matrices(tensors).items():
         block, block_nbytes = GGML_QUANT_SIZES[kind]
         if (ggml.blck_size(int(kind)), ggml.type_size(int(kind))) != (block, block_nbytes):
             raise Unavailable(

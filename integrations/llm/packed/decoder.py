@@ -9,9 +9,10 @@ import numpy as np
 
 from hostring import UnitFold
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
+from hostring.integrations.llm.checkpoint.layout import slices_to_read
 from hostring.integrations.llm.model.rope import rotary_divisors
 from hostring.integrations.llm.model.shards import WHOLE, Ends, ShardPlan
-from hostring.integrations.llm.packed.check import check_formats
+from hostring.integrations.llm.packed.check import check_formats, checked_rows
 from hostring.integrations.llm.packed.library import Pointer, Unavailable, load
 from hostring.integrations.llm.packed.memory import Arena
 from hostring.integrations.llm.packed.plan import UnitPlan
@@ -60,11 +61,14 @@ class PackedDecoder:
         self.beside_exact, self._order = beside_exact, order
         self.local = plan.local_config(checkpoint.config, rank)
         self.arena = Arena(self.ggml)
+        wanted = slices_to_read(checkpoint.config, plan, rank, ends)
+        checkpoint.source.plan([*checkpoint.extents(wanted), *checked_rows(checkpoint.tensors)])
+        checkpoint.source.read(checked_rows(checkpoint.tensors))
         files = [np.frombuffer(mapped, np.uint8) for mapped in checkpoint.mapped]
         check_formats(self.ggml, files, checkpoint.tensors)
         n_layers = self.config.num_hidden_layers
         n_cuts = 3 + n_layers * (MAX_CUTS_PER_LAYER + 2 * len(units.columns))
-        self._weights = PackedWeights(self.arena, files, checkpoint.tensors, n_cuts)
+        self._weights = PackedWeights(self.arena, files, checkpoint.tensors, n_cuts, checkpoint.source.read)
         self._tensors, self.units = checkpoint.tensors, units
         per_rank = {"attention": units.groups_per_rank(plan), "mlp": units.columns_per_rank(plan)}
         self.folds = {side: self._fold(shares) for side, shares in per_rank.items()}

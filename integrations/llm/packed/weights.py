@@ -4,7 +4,7 @@ is requantised."""
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.packed.library import Pointer
 from hostring.integrations.llm.packed.memory import F32, Arena
+from hostring.shipping.extents import Extent
 
 FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32")
 """Block formats whose products ggml makes from the blocks themselves."""
@@ -42,15 +43,21 @@ class PackedWeights:
         arena: owns what is made here.
         files: the mapped files of the model, which `arena` keeps alive.
         tensors: where each tensor lies.
+        read: told which bytes are read, before they are.
 
     Attributes:
         held: file, first byte and size of every range that this rank reads where it lies.
     """
 
     def __init__(
-        self, arena: Arena, files: Sequence[npt.NDArray[np.uint8]], tensors: dict[str, TensorInfo], n_cuts: int
+        self,
+        arena: Arena,
+        files: Sequence[npt.NDArray[np.uint8]],
+        tensors: dict[str, TensorInfo],
+        n_cuts: int,
+        read: Callable[[Iterable[Extent]], None] = lambda extents: None,
     ) -> None:
-        self._arena, self._files, self._tensors = arena, files, tensors
+        self._arena, self._files, self._tensors, self._read = arena, files, tensors, read
         for data in files:
             arena.keep(data)
         self._context = arena.context(n_cuts)
@@ -78,6 +85,7 @@ class PackedWeights:
         info = self._tensors[name]
         width = info.shape[-1]
         start = info.offset + rows.start * info.row_nbytes
+        self._read([Extent(info.part, start, len(rows) * info.row_nbytes)])
         self.held.append((info.part, start, len(rows) * info.row_nbytes))
         ggml = self._arena.ggml
         tensor = ggml.new_tensor_2d(self._context, int(info.kind), width, len(rows))
@@ -100,6 +108,7 @@ class PackedWeights:
             raise ValueError(f"{name} is stored as {info.kind.name}; packed compute needs F32; compute exact")
         elements = range(info.shape[-1]) if elements is None else elements
         start = info.offset + 4 * elements.start
+        self._read([Extent(info.part, start, 4 * len(elements))])
         self.held.append((info.part, start, 4 * len(elements)))
         if start % 32:  # where ggml wants no tensor to begin
             return self.constant(self._files[info.part][start : start + 4 * len(elements)].view(np.float32))
@@ -133,6 +142,8 @@ class PackedWeights:
             if unit.start % block or unit.stop % block:
                 raise ValueError(f"{name}: columns {unit.start} to {unit.stop} cut {info.kind.name} blocks of {block}")
             start, line = unit.start // block * block_nbytes, len(unit) // block * block_nbytes
+            rows = range(n_rows)
+            self._read([Extent.of_matrix(info.part, info.offset, info.row_nbytes, rows, start, start + line)])
             copy = self._arena.array((n_rows, line), np.uint8)
             np.copyto(copy, whole[:, start : start + line])
             self.copied_nbytes += copy.nbytes

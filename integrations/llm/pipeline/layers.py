@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import Tensor
@@ -26,8 +27,15 @@ class LayersOf:
     def bytes_read(self, nbytes: int) -> None:
         self._whole.bytes_read = nbytes
 
+    def prepare(self, parts: Iterable[TensorSlice]) -> None:
+        self._whole.prepare([self._named(part) for part in parts])
+
     def read(self, part: TensorSlice) -> Tensor:
-        return self._whole.read(replace(part, name=renumbered(part.name, self._first)))
+        return self._whole.read(self._named(part))
+
+    def _named(self, part: TensorSlice) -> TensorSlice:
+        """As it is called in the whole checkpoint."""
+        return replace(part, name=renumbered(part.name, self._first))
 
 
 def layers_of(checkpoint: Checkpoint, layers: range) -> Checkpoint:

@@ -24,8 +24,6 @@ from hostring.integrations.llm.serve.steps import (
     brought_of,
 )
 
-_LOAD_WAIT_S = 120.0  # how long ranks wait at least for those that still load: a short timeout is meant for steps
-
 
 class Role(Protocol):
     """What differs between the head rank and the others."""
@@ -73,7 +71,7 @@ class StepLoop:
                 if lost is not None:
                     self._regroup(lost)
                 comm = self._part.comm
-                comm.barrier(timeout=max(comm.timeout, _LOAD_WAIT_S))
+                comm.barrier(timeout=max(comm.timeout, self._part.load_wait_s))
                 self._role.whole()
                 self._steps()
                 return

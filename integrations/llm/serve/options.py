@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hostring.integrations.llm.checkpoint.repository import model_name
 from hostring.integrations.llm.demo.job import Job
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -58,9 +59,8 @@ class ServeOptions:
 
     @property
     def model_name(self) -> str:
-        """The model's id for clients: what was said, or the name of the file or folder."""
-        path = Path(self.job.model)
-        return self.name or (path.stem if path.suffix == ".gguf" else path.name)
+        """The model's id for clients: what was said, or the name of the repository, file or folder."""
+        return self.name or model_name(Path(self.job.model))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -23,6 +23,7 @@ from hostring.integrations.llm.model.sampling import local_candidates
 from hostring.integrations.llm.request import HEAD_RANK
 from hostring.integrations.llm.serve.options import ServeOptions
 from hostring.integrations.llm.serve.steps import FROM_PROMPT, Admission, Brought, Feed, Row, brought_of, plan_width
+from hostring.integrations.llm.serve.supply import OwnModel, Supply
 from hostring.integrations.llm.serve.window import Step, StepWindow
 
 
@@ -50,8 +51,9 @@ class RankPart:
         model: its part of the model; moves to another group when that is rebuilt.
     """
 
-    def __init__(self, options: ServeOptions, comm: Comm, device: str) -> None:
+    def __init__(self, options: ServeOptions, comm: Comm, device: str, supply: Supply | None = None) -> None:
         self._device = find_device(device)
+        self._supply: Supply = supply or OwnModel()
         self._options = self._agreed(options, comm)
         self._guesses = 0  # the most of a row
         self.model: Model = self._load(comm)
@@ -63,6 +65,11 @@ class RankPart:
         return self.model.comm
 
     @property
+    def load_wait_s(self) -> float:
+        """How long ranks wait at least for those that still load: a short timeout is meant for steps."""
+        return self._supply.load_wait_s
+
+    @property
     def computes_in(self) -> str:
         """For people: "packed", or the dtype."""
         forward = self.model.sharded.forward
@@ -71,8 +78,12 @@ class RankPart:
     def _agreed(self, options: ServeOptions, comm: Comm, loaded: bool = False) -> ServeOptions:
         """`options` with what must be the same on all ranks: the head's limits, and one plan. A collective."""
         limits = {"streams": options.streams, "context": options.context, "groups": options.groups}
-        told = json.loads(comm.broadcast_bytes(json.dumps(limits).encode(), root=HEAD_RANK))
-        return replace(options, **told, job=plan_together(options.job, comm, self._device, loaded))
+        about = {**limits, "supply": self._supply.told()}
+        told = json.loads(comm.broadcast_bytes(json.dumps(about).encode(), root=HEAD_RANK))
+        supply, job = told.pop("supply"), options.job
+        if not loaded:
+            job = replace(job, model=self._supply.path(job.model, supply, comm.rank))
+        return replace(options, **told, job=plan_together(job, comm, self._device, loaded))
 
     def _speculate(self) -> None:
         """Guess tokens, where the head wants that. A collective."""
@@ -190,7 +201,7 @@ class RankPart:
         device = str(part.forward.device)
         who = {"rank": rank, "device": device, "dtype": self.computes_in, "host": platform.node()}
         kv_bytes = sum(_nbytes(slot.cache) for slot in self._slots.values())
-        held = {"bytes_held": part.forward.nbytes_held, "kv_bytes": kv_bytes}
+        held = {"bytes_held": part.forward.nbytes_held, "kv_bytes": kv_bytes, "arrived": self._supply.counts()}
         share = {"kv_groups": len(plan.groups_of(rank)), "columns": len(plan.columns_of(rank))}
         share["vocab"] = len(plan.vocab_of(rank))
         seconds = {**counters["seconds"], "compute": part.reducer.clock.seconds}

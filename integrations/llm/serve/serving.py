@@ -15,6 +15,7 @@ from hostring.integrations.llm.serve.loop import Follower, StepLoop
 from hostring.integrations.llm.serve.options import ServeOptions
 from hostring.integrations.llm.serve.rank_part import RankPart
 from hostring.integrations.llm.serve.scheduler import Scheduler
+from hostring.integrations.llm.serve.supply import Supply
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,14 @@ def serve_rank(
     ready: Callable[[Serving], None] = announce,
     tell: Tell | None = None,
     http_cores: Collection[int] | None = None,
+    supply: Supply | None = None,
 ) -> None:
     """Serve as one rank, until the server is told to end. A collective: every rank calls it.
 
     Args:
         ready: called on the head rank, once it can answer.
         tell: told of losses, on the head rank.
+        supply: where this rank's model comes from; its own path when not given.
         http_cores: where the head's HTTP thread may run; where this thread may when None.
 
     Raises:
@@ -54,11 +57,11 @@ def serve_rank(
     """
     with contextlib.ExitStack() as stack:
         if comm.rank != HEAD_RANK:
-            StepLoop(RankPart(options, comm, device), Follower(), options.job.patience, stack).run()
+            StepLoop(RankPart(options, comm, device, supply), Follower(), options.job.patience, stack).run()
             return
         server = HttpServer(options.host, options.port, http_cores)  # takes the port before anything is loaded
         stack.callback(server.close)
-        part = RankPart(options, comm, device)
+        part = RankPart(options, comm, device, supply)
         model = part.model
         shard, max_seq = max(model.sharded.plan.vocab), model.sharded.max_seq
         scheduler = Scheduler(options, model.tokenizer, shard, max_seq, part.groups, model.speculator)

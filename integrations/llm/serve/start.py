@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
@@ -11,14 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from hostring.integrations.llm.demo.rejoin import how_to_rejoin, nobody_restarts
 from hostring.integrations.llm.demo.start import found_devices
+from hostring.integrations.llm.request import HEAD_RANK
 from hostring.integrations.llm.serve.options import ServeOptions
 from hostring.integrations.llm.serve.process import PROGRAM, task_environment
 from hostring.integrations.llm.serve.watch import RankWatch
+from hostring.launch.joining import offered_hosts
 from hostring.launch.ranks import launch
 
 if TYPE_CHECKING:
     from hostring import Comm
 
+STAYS = (
+    "it comes back by itself where `hostring cluster join TOKEN` runs on its machine; otherwise start that there again"
+)
 _GRACE_S = 0.7  # how long ranks have to end by themselves when the server is stopped
 
 
@@ -52,15 +58,18 @@ def serve_member(options: ServeOptions, comm: Comm, device: str) -> None:
         ValueError: the model can't be loaded.
     """
     from hostring.integrations.llm.serve.serving import serve_rank
+    from hostring.integrations.llm.serve.supply import offer
 
     if nobody_restarts(os.environ):
         options = replace(options, job=replace(options.job, patience=0.0))
 
+    sends = comm.rank == HEAD_RANK and bool(offered_hosts(os.environ))
+
     def tell(kind: str, value: Any) -> None:
         if kind == "lost" and options.job.patience:
-            print(
-                f"hostring: rank {value} is lost; {how_to_rejoin(value, comm.world_size, os.environ, sys.argv)}",
-                file=sys.stderr,
-            )
+            how = STAYS if sends else how_to_rejoin(value, comm.world_size, os.environ, sys.argv)
+            print(f"hostring: rank {value} is lost; {how}", file=sys.stderr)
 
-    serve_rank(options, comm, device, tell=tell)
+    with contextlib.ExitStack() as stack:
+        supply = stack.enter_context(contextlib.closing(offer(options.job.model))) if sends else None
+        serve_rank(options, comm, device, tell=tell, supply=supply)

@@ -52,7 +52,7 @@ def _ranks(before: list[Report], now: list[Report], seconds: float) -> list[Repo
         of_time = {phase: max(0.0, s - old["seconds"].get(phase, 0.0)) / seconds for phase, s in new["seconds"].items()}
         of_time["rest"] = max(0.0, 1.0 - sum(of_time.values()))
         sent = {peer: max(0, n - old["sent"].get(peer, 0)) / seconds for peer, n in new["sent"].items()}
-        shown = {name: new[name] for name in ("rank", "host", "device", "dtype", "bytes_held", "kv_bytes")}
+        shown = {name: new[name] for name in ("rank", "host", "device", "dtype", "bytes_held", "kv_bytes", "arrived")}
         part = {
             "share": new["bytes_held"] / held,
             "plan": new["share"],
