@@ -166,6 +166,22 @@ def test_a_lost_stage_is_named(run_ranks: RunRanks) -> None:
         assert rank == 1 or "rank 1" in error
 
 
+def test_a_rank_that_is_lost_inside_a_stage_is_named_by_its_number_among_all(run_ranks: RunRanks) -> None:
+    def body(comm: hostring.Comm) -> tuple[int | None, str]:
+        model = load_model(BUNDLED, comm, plan=stage_plan("pp=2,tp=2", CONFIG, 4))
+        if comm.rank == 3:
+            model.sharded.reducing.abort("the test ends this rank")
+        try:
+            model.generate(PROMPT, max_tokens=TOKENS)
+        except HostringError as exc:
+            return exc.rank, str(exc)
+        return None, "no error"
+
+    rank, error = run_ranks(4, body)[2]
+    assert rank == 3
+    assert "in the group of stage 1, whose rank 0 is rank 2" in error
+
+
 def test_a_step_that_does_not_fit_is_refused_on_every_stage(run_ranks: RunRanks) -> None:
     """At once, and the next step that fits is done."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -12,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostring import Comm, Work
+from hostring import Comm, HostringError, PeerLostError, Work
 from hostring.integrations.llm.model.cache import check_fit
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.local_model import LocalModel, Rows
@@ -98,12 +100,16 @@ class StagedForward:
         """See `LocalModel.step`. Ranks that are not of the last stage have no rows of the vocabulary."""
         check_fit(cache, tokens.numel())  # before a stage waits for a stream that no rank will send
         received = self._receive(tokens.numel())
-        return self._pass_on(self.inner.forward.step(tokens, cache, received), 1)
+        with self._ranks_of_all():
+            found = self.inner.forward.step(tokens, cache, received)
+        return self._pass_on(found, 1)
 
     def step_rows(self, rows: Rows, stream: Stream | None = None, every: bool = False) -> Tensor:
         """See `LocalModel.step_rows`. The rows of all sequences cross a boundary in one message."""
         n_tokens = sum(len(ids) for _, ids in rows)
-        found = self.inner.forward.step_rows(rows, self._receive(n_tokens), every)
+        received = self._receive(n_tokens)
+        with self._ranks_of_all():
+            found = self.inner.forward.step_rows(rows, received, every)
         return self._pass_on(found, n_tokens if every else len(rows))
 
     def _pass_on(self, found: Tensor, n_logits: int) -> Tensor:
@@ -142,8 +148,23 @@ class StagedForward:
             self.comm.recv(stream, self.boundaries.before, BOUNDARY_TAG)
             self.boundaries.waited += perf_counter() - begun
         if group.world_size > 1:
-            group.broadcast(stream)
+            with self._ranks_of_all():
+                group.broadcast(stream)
         return stream
+
+    @contextmanager
+    def _ranks_of_all(self) -> Iterator[None]:
+        """Errors of the stage's own group name a rank by its number among all ranks."""
+        try:
+            yield
+        except HostringError as exc:
+            first = self.stage.ranks.start
+            if exc.rank is None or first == 0:
+                raise
+            rank, where = first + exc.rank, f"in the group of stage {self.stage.number}, whose rank 0 is rank {first}"
+            if isinstance(exc, PeerLostError):
+                raise PeerLostError(rank, f"{exc.reason} ({where})") from exc
+            raise type(exc)(f"{exc} ({where})", rank) from exc
 
 
 def stage_group(comm: Comm, stages: StagePlan) -> Comm:
