@@ -169,7 +169,7 @@ def test_a_rank_that_comes_back_joins_the_grid_again(alone: list[int], run_ranks
         model, again = load_model(BUNDLED, comm, plan=ContextPlan(2, 1)), comm.split(0)
         assert again is not None
         if comm.rank == 0:
-            stay(model.sharded, again)
+            stay(model.sharded, again, same_bits=False)
         else:
             model = load_model(BUNDLED, again, plan=ContextPlan(2, 1))
         return model.generate(PROMPT, max_tokens=6).tokens
