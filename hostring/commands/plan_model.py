@@ -79,7 +79,7 @@ def model(
     if json:
         check_output(json, "--json")
     budgets, told = (importlib.import_module(f"{_PLANNING}.{name}") for name in ("budget", "document"))
-    options["model"] = importlib.import_module(f"{_CHECKPOINT}.repository").find_model(options["model"])
+    options["path"] = importlib.import_module(f"{_CHECKPOINT}.repository").find_model(options["path"])
     choice = _plan(options)
     said, ways = _prices(options)
     budget = None
