@@ -290,11 +290,11 @@ class Comm:
         else:
             self.abort(f"{type(exc).__name__}: {exc}")
 
-    def expected_payload(self, collective: str, n_elements: int, dtype: Any = "float32", root: int = 0) -> int:
+    def expected_payload(self, collective: str, n_elements: Any, dtype: Any = "float32", root: int = 0) -> int:
         """Payload bytes that this rank sends in one call, when all ranks bring one dtype and op isn't avg.
 
         Args:
             n_elements: of the buffer of all_reduce, reduce, reduce_scatter, broadcast and all_to_all, divided evenly;
-                of one rank's share of all_gather, gather, scatter and decide.
+                of one rank's share of all_gather, gather, scatter and decide. Of all_gather, or one number per rank.
         """
         return expected_payload(self.session, collective, n_elements, dtype, root)

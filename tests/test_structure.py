@@ -39,7 +39,7 @@ MODEL_LAYERS = (
     ("model",),
     ("checkpoint",),
     ("request", "sharded", "packed", "stats", "agreement", "pipeline", "context"),
-    ("same_bits", "handover"),
+    ("same_bits", "handover", "rows"),
     ("compute",),
     ("planning",),
     ("prefix", "regroup"),

@@ -61,11 +61,11 @@ Compute = Annotated[
 Plan = Annotated[
     str,
     typer.Option(
-        metavar="FILE|auto|even|bytes|pp=N|context=N|prefill=R,decode=R|experts=place",
+        metavar="FILE|auto|even|bytes|pp=N|context=N|prefill=R,decode=R|rows|experts=place",
         help="Who holds what: a plan of `hostring plan model`; measured now; even; as many bytes for every rank; "
         "stages of layers, such as pp=2 or pp=2,tp=2; ranks that share the KV cache of a long context, such as "
-        "context=3,heads=2; one rank computes prompts and another decodes: prefill=0,decode=1; or whole experts on "
-        "every rank: experts=place.",
+        "context=3,heads=2; one rank computes prompts and another decodes: prefill=0,decode=1; ranks that all hold the "
+        "model divide the rows of a prompt: rows or rows=78/22; or whole experts on every rank: experts=place.",
     ),
 ]
 SameBits = Annotated[

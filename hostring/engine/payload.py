@@ -14,12 +14,15 @@ from hostring.engine.session import Session
 from hostring.topologies.schedule import Schedule, split_evenly
 
 
-def expected_payload(session: Session, collective: str, n_elements: int, dtype: Any, root: int) -> int:
+def expected_payload(session: Session, collective: str, n_elements: int | Sequence[int], dtype: Any, root: int) -> int:
     """See `Comm.expected_payload`."""
     n = session.world_size
     if n == 1:
         return 0
     own = BY_NAME[dtype] if isinstance(dtype, str) else np.dtype(dtype)
+    if not isinstance(n_elements, int):  # shares of an all-gather, which are moved as they are
+        shares = tuple(n_elements)
+        return _payload(session.planner.schedule(collective, shares[session.rank], shares, own), own, own, own)
     wire = wire_dtype(own)
     if collective == "all_reduce" and wire == FLOAT32 and session.rounds_results and in_halves(session, n_elements):
         return _in_halves(session, n_elements, session.travels_as(own))

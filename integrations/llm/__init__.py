@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hostring.integrations.llm.model.sampling import Sampling
     from hostring.integrations.llm.model.shards import ShardPlan
     from hostring.integrations.llm.pipeline.stages import StagePlan
+    from hostring.integrations.llm.rows.plan import RowPlan
     from hostring.integrations.llm.sharded import parallelize
     from hostring.integrations.llm.stats import Stats
 
@@ -31,6 +32,7 @@ _HOMES = {
     "LocalModel": "model.local_model",
     "Model": "generate",
     "ModelConfig": "model.config",
+    "RowPlan": "rows.plan",
     "Sampling": "model.sampling",
     "ShardPlan": "model.shards",
     "StagePlan": "pipeline.stages",
@@ -45,6 +47,7 @@ __all__ = [
     "LocalModel",
     "Model",
     "ModelConfig",
+    "RowPlan",
     "Sampling",
     "ShardPlan",
     "StagePlan",

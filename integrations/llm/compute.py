@@ -19,7 +19,7 @@ from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
 from hostring.integrations.llm.context.forward import ContextForward, share_context
 from hostring.integrations.llm.context.plan import ContextPlan, why_not_shared
 from hostring.integrations.llm.handover.forward import HandoverForward
-from hostring.integrations.llm.handover.model import group_of_one, handed_model, rejoin
+from hostring.integrations.llm.handover.model import check_roles, handed_model, rejoin
 from hostring.integrations.llm.handover.roles import Roles
 from hostring.integrations.llm.model.local_model import LocalModel
 from hostring.integrations.llm.model.shards import WHOLE, Ends, ShardPlan
@@ -37,13 +37,16 @@ from hostring.integrations.llm.pipeline.staged import (
     staged_model,
 )
 from hostring.integrations.llm.pipeline.stages import StagePlan
+from hostring.integrations.llm.rows.forward import RowsForward
+from hostring.integrations.llm.rows.model import check_rows, divided_model
+from hostring.integrations.llm.rows.plan import RowPlan, why_not_divided
 from hostring.integrations.llm.same_bits import promise
 from hostring.integrations.llm.sharded import build
 
 log = logging.getLogger("hostring")
 
 COMPUTES: Final = ("auto", "packed", "exact")
-Plan: TypeAlias = ShardPlan | StagePlan | ContextPlan | Roles
+Plan: TypeAlias = ShardPlan | StagePlan | ContextPlan | Roles | RowPlan
 
 
 def build_local(
@@ -68,7 +71,7 @@ def build_local(
             blocks of 32, as llama.cpp does; "exact" dequantises them. "auto" is packed where the rank can, and logs
         why it can't.
         plan: which shares each rank holds, see `sharded.build`; the stages of a pipeline; a grid of ranks that share
-            their KV caches; or who computes prompts and who decodes.
+            their KV caches; who computes prompts and who decodes; or who computes which rows.
         max_seq, hash_activations, compile, exact: see `sharded.build`.
         packed_ranks: which ranks compute packed, where this group has agreed on it before: then this is no collective.
         same_bits: refuse what does not give the bits of any other number of ranks.
@@ -85,8 +88,8 @@ def build_local(
         return _build_on_grid(checkpoint, comm, compute, device, plan, same_bits=same_bits, **wishes)
     if isinstance(plan, StagePlan):
         return _build_stage(checkpoint, comm, compute, device, plan, same_bits=same_bits, **wishes)
-    if isinstance(plan, Roles):
-        return _build_handed(checkpoint, comm, compute, device, plan, same_bits=same_bits, **wishes)
+    if isinstance(plan, Roles | RowPlan):
+        return _build_whole(checkpoint, comm, compute, device, plan, same_bits=same_bits, **wishes)
     able = _able(checkpoint, compute, device, plan, comm.world_size, bool(compile))
     packed = agree(comm, able, _share_hashes(checkpoint, comm, able, plan)) if packed_ranks is None else packed_ranks
     if same_bits and packed_ranks is None:
@@ -146,13 +149,18 @@ def _build_stage(
     return staged_model(part, comm, stages, checkpoint.config), _of_all_stages(comm, packed[group.rank])
 
 
-def _build_handed(
-    checkpoint: Checkpoint, comm: Comm, compute: str, device: torch.device, roles: Roles, **wishes: Any
+def _build_whole(
+    checkpoint: Checkpoint, comm: Comm, compute: str, device: torch.device, plan: Roles | RowPlan, **wishes: Any
 ) -> tuple[LocalModel, Sequence[bool]]:
-    """The whole model on this rank, and its role. What one rank refuses is refused on both."""
-    group, why = group_of_one(comm, roles), ""
+    """The whole model on this rank, and what of each step it computes. What one rank refuses is refused on all."""
+    same_bits = wishes.pop("same_bits")
+    if isinstance(plan, RowPlan):
+        compiles = bool(wishes["compile"])
+        check_rows(comm, plan, why_not_divided(plan, comm.world_size, compute, compile=compiles, same_bits=same_bits))
+        compute = "exact"
+    group, why = _group_of_one(comm, plan), ""
     try:
-        if wishes.pop("same_bits"):
+        if same_bits:
             raise ValueError(
                 "same bits can't be promised with prefill=RANK,decode=RANK: no rank has the logits of all steps, which "
                 "are hashed; leave --same-bits out"
@@ -163,7 +171,18 @@ def _build_handed(
     except ValueError as exc:
         why = str(exc) or "refused"
     refuse_together(comm, why)
-    return handed_model(part, comm, roles), _of_all_stages(comm, packed[0])
+    if isinstance(plan, RowPlan):
+        return divided_model(part, comm, plan), _of_all_stages(comm, packed[0])
+    return handed_model(part, comm, plan), _of_all_stages(comm, packed[0])
+
+
+def _group_of_one(comm: Comm, plan: Roles | RowPlan) -> Comm:
+    """In which this rank holds the whole model. A collective."""
+    if isinstance(plan, Roles):
+        check_roles(comm, plan)
+    group = comm.split(comm.rank)
+    assert group is not None
+    return group
 
 
 def _of_all_stages(comm: Comm, packed: bool) -> Sequence[bool]:
@@ -197,10 +216,15 @@ def stay(part: LocalModel, comm: Comm, same_bits: bool) -> Sequence[bool]:
         part.plan = head_rows(inner, comm, part.forward.stages)
         return _of_all_stages(comm, packed[inner.comm.rank])
     if isinstance(part.forward, HandoverForward):
-        group_of_one(comm, part.forward.roles).close()  # what a rank that loads takes part in; this one has its own
+        _group_of_one(comm, part.forward.roles).close()  # what a rank that loads takes part in; this one has its own
         refuse_together(comm, "")
         rejoin(part.forward)
         return _of_all_stages(comm, part.forward.compute == "packed")
+    if isinstance(part.forward, RowsForward):
+        check_rows(comm, part.forward.plan)
+        _group_of_one(comm, part.forward.plan).close()
+        refuse_together(comm, "")
+        return _of_all_stages(comm, False)
     return _stay(part, same_bits)
 
 

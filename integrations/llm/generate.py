@@ -160,7 +160,7 @@ def load_model(
             if there is one (see `find_device`). Ranks may differ.
         plan: which part of the model each rank holds; balanced by default. Must be the same on all ranks. A `StagePlan`
             makes a pipeline, a `ContextPlan` shares KV caches by position, `Roles` let one rank compute prompts and
-            another one decode.
+            another one decode, a `RowPlan` divides the rows of prompts.
         max_seq: positions of the KV cache; by default what the model was trained for, but at most 4096.
         replicate_embedding: every rank holds all embedding rows. Otherwise they are split too, at one more reduction
             per step.

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from llm_models import write_gguf
 
 import hostring
-from hostring.integrations.llm import ContextPlan, StagePlan
+from hostring.integrations.llm import ContextPlan, RowPlan, StagePlan
 from hostring.integrations.llm.checkpoint.weights import open_checkpoint
 from hostring.integrations.llm.compute import Plan, build_local
 from hostring.integrations.llm.model.tensor_parallel import gather_logits
@@ -60,6 +60,18 @@ def in_steps(path: Path, plan: Plan | None, comm: hostring.Comm) -> torch.Tensor
     return torch.cat([torch.from_numpy(row) for row in rows if row is not None] or [torch.empty(0)])
 
 
+@torch.inference_mode()
+def each_step(path: Path, plan: Plan, comm: hostring.Comm) -> list[torch.Tensor]:
+    """This rank's logits after such pieces, empty where another rank has them."""
+    part, _ = build_local(open_checkpoint(path), comm, "auto", torch.device("cpu"), plan=plan, max_seq=64,
+                          hash_activations=False, compile=False)  # fmt: skip
+    cache, found = part.new_cache(), []
+    for piece in TOKENS.split([3, 9, 1, 1, 6], 1):
+        logits = part.step(piece, cache)
+        found.append(logits.clone() if logits.numel() else torch.empty(0, part.config.vocab_size))
+    return found
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path, run_ranks: Callable[..., list[Any]]) -> None:
     want = wanted(saved(name, tmp_path))
@@ -70,6 +82,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, run_ranks: 
     for plan in plans:
         world_size = 1 if plan is None else plan.world_size
         assert close(run_ranks(world_size, partial(in_steps, tmp_path, plan))[-1], last), plan
+    ranks = run_ranks(2, partial(each_step, tmp_path, RowPlan((2.0, 1.0))))
+    assert close(torch.cat([max(step, key=len) for step in zip(*ranks, strict=True)]), last)
 
 
 def test_a_window_counts(tmp_path: Path, alone: hostring.Comm) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from hostring.integrations.llm.context.plan import BLOCK_POSITIONS, ContextPlan
 from hostring.integrations.llm.demo.controls import Controls
 from hostring.integrations.llm.demo.head import Head
-from hostring.integrations.llm.demo.job import BUNDLED
+from hostring.integrations.llm.demo.job import BUNDLED, Job
 from hostring.integrations.llm.demo.rank_model import RankModel
 from hostring.integrations.llm.demo.turn import Turn
 from hostring.integrations.llm.demo.verdict import faults, statement
@@ -16,6 +16,7 @@ from hostring.integrations.llm.generation import Generation
 from hostring.integrations.llm.handover.roles import Roles
 from hostring.integrations.llm.pipeline.stages import StagePlan
 from hostring.integrations.llm.planning.plan_file import shares_json
+from hostring.integrations.llm.rows.plan import RowPlan
 
 
 def figures(model: RankModel, head: Head, controls: Controls, error: str | None) -> dict[str, Any]:
@@ -74,12 +75,11 @@ def _of_turn(model: RankModel, controls: Controls, turn: Turn, generation: Gener
         "per_rank": reports,
         "controls": controls.beside(model, generation, reports),
     }
-    if job.roles:
-        result |= _handed(reports[job.roles[0]]["handover"])
+    result |= _of_copies(job, [r["handover"] for r in reports])
     result["faults"] = faults(result)
     result["statement"] = statement(
         result | {"ranks": model.comm.world_size},
-        "the pipeline" if job.stages else "prefill there" if job.roles else "tensor parallelism",
+        _split_in_words(job),
     )
     return result
 
@@ -97,11 +97,27 @@ def _plan(model: RankModel) -> dict[str, Any]:
         found["roles"] = {"prefill": split.prefill, "decode": split.decode}
     elif isinstance(split, ContextPlan):
         found["grid"] = {"context": split.context, "heads": split.heads, "block_positions": BLOCK_POSITIONS}
+    elif isinstance(split, RowPlan):
+        found["rows"] = {"shares": list(split.shares)}
     return found
 
 
-def _handed(sender: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of keys and values, hashes included, and how much of their way the sender's computing hid."""
+def _split_in_words(job: Job) -> str:
+    if job.stages:
+        return "the pipeline"
+    if job.roles:
+        return "prefill there"
+    return "a prompt divided by rows" if job.rows else "tensor parallelism"
+
+
+def _of_copies(job: Job, told: list[dict[str, Any]]) -> dict[str, Any]:
+    """Where every rank holds the whole model: who computed which rows; or bytes of keys and values, hashes included,
+    and how much of their way the sender's computing hid."""
+    if job.rows:
+        return {"rows": [{name: one[name] for name in ("rows", "local_rows")} for one in told]}
+    if not job.roles:
+        return {}
+    sender = told[job.roles[0]]
     overlap = {name: sender[name] for name in ("transfer_s", "hidden_s", "exposed_s", "hash_s")}
     return {"kv_bytes": sender["kv_bytes"], "overlap": overlap}
 

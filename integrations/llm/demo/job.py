@@ -16,13 +16,14 @@ from hostring.integrations.llm.pipeline.stages import StagePlan, is_stage_plan, 
 from hostring.integrations.llm.planning.model_file import read_model_file
 from hostring.integrations.llm.planning.plan_file import PlanFile, as_lists
 from hostring.integrations.llm.planning.wish import BYTES, EVEN, PLACE, plan_by_bytes, plan_of_file, plan_of_places
+from hostring.integrations.llm.rows.plan import RowPlan, asks_for_rows, row_plan, why_not_divided
 from hostring.integrations.llm.speculation.wish import DEFAULT_MOST, OFF, Speculation
 
 BUNDLED = Path(__file__).parents[1] / "tiny"
 DTYPE_NAMES = ("float16", "bfloat16", "float32")
 COMPUTES = ("auto", "packed", "exact")
 _MAX_UNCHECKED_RANKS = 8  # may be started to find out that the model has too few KV heads for them
-Asked = StagePlan | ContextPlan | Roles | PlanFile | None
+Asked = StagePlan | ContextPlan | Roles | RowPlan | PlanFile | None
 _COMPILE = {"off": "", "on": "inductor"}
 _SHORT = {"f16": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32"}
 
@@ -37,12 +38,13 @@ class Job:
         devices: what each rank computes on; none where every rank says so for itself.
         compile: for each rank, the backend of `torch.compile`, "" for none; nothing where no rank compiles.
         compute: "auto", "packed" or "exact", see `load_model`.
-        plan: who holds what: "even", "bytes", "auto", "experts=place", a file, stages such as "pp=2,tp=2", or a grid
-            such as "context=3,heads=2".
+        plan: who holds what: "even", "bytes", "auto", "experts=place", a file, stages such as "pp=2,tp=2", a grid
+            such as "context=3,heads=2", or rows such as "rows=78/22".
         shares: KV groups, columns, vocabulary and query heads by rank, where they are known before the ranks start.
         stages: layers and ranks of each stage of a pipeline; none where all ranks share every layer.
         roles: the rank that computes prompts and the one that decodes; none where all ranks do both.
         grid: of ranks that share their KV caches by position, see `ContextPlan`; none where no ranks do.
+        rows: each rank's share of a prompt's rows; none where rows are not divided.
         planned: what else the plan says, as JSON.
         same_bits: promise the bits of any other number of ranks, see `load_model`.
         xray: file for a recording of the first answer, stage by stage; none where it is empty.
@@ -76,6 +78,7 @@ class Job:
     stages: tuple[tuple[int, ...], ...] = ()
     roles: tuple[int, ...] = ()
     grid: tuple[int, ...] = ()
+    rows: tuple[float, ...] = ()
     planned: str = ""
     same_bits: bool = False
     xray: str = ""
@@ -105,14 +108,16 @@ class Job:
         return self.dtypes[rank] if not may_pack else "packed" if self.compute == "packed" else ""
 
     @property
-    def split(self) -> ShardPlan | StagePlan | ContextPlan | Roles | None:
-        """What was planned: shares, stages, a grid or roles; None for even shares, and where the ranks are to plan."""
+    def split(self) -> ShardPlan | StagePlan | ContextPlan | Roles | RowPlan | None:
+        """What was planned: shares, stages, a grid, roles or rows; None for even shares, and where the ranks plan."""
         if self.grid:
             return ContextPlan(*self.grid)
         if self.stages:
             return StagePlan(*self.stages)
         if self.roles:
             return Roles(*self.roles)
+        if self.rows:
+            return RowPlan(self.rows)
         return ShardPlan(*self.shares) if self.shares else None
 
     @property
@@ -135,7 +140,7 @@ class Job:
     @staticmethod
     def from_json(text: str) -> Job:
         fields = json.loads(text)
-        names = ("dtypes", "prompts", "devices", "compile", "roles", "grid")
+        names = ("dtypes", "prompts", "devices", "compile", "roles", "grid", "rows")
         lists = {name: tuple(fields[name]) for name in names}
         nested = {name: tuple(map(tuple, fields[name])) for name in ("shares", "stages")}
         return Job(**{**fields, **lists, **nested})
@@ -195,8 +200,8 @@ def _placed(job: Job, asked: Asked) -> Job:
     """`job` with what was asked for, as far as that is known before its ranks start."""
     if isinstance(asked, StagePlan):
         return _staged(job, asked)
-    if isinstance(asked, Roles):
-        return _with_roles(job, asked)
+    if isinstance(asked, Roles | RowPlan):
+        return _with_copies(job, asked)
     if isinstance(asked, ContextPlan):
         return _on_grid(job, asked)
     if job.ranks > _MAX_UNCHECKED_RANKS:
@@ -210,14 +215,22 @@ def _asked_for(wish: str, path: Path, ranks: int | None, compute: str) -> Asked:
         return stage_plan(wish, read_model_file(path).config, ranks)
     if is_context_plan(wish):
         return context_plan(wish, ranks)
+    if asks_for_rows(wish):
+        return row_plan(wish, ranks)
     return roles(wish, ranks) if asks_for_roles(wish) else plan_of_file(wish, path, compute)
 
 
-def _with_roles(job: Job, both: Roles) -> Job:
-    both.check(job.ranks)
-    if job.speculation.on:
-        raise ValueError(f"--plan {job.plan} decodes row by row; leave --speculate and --draft out")
-    return replace(job, roles=(both.prefill, both.decode))
+def _with_copies(job: Job, plan: Roles | RowPlan) -> Job:
+    """`job` with a plan by which every rank holds the whole model."""
+    plan.check(job.ranks)
+    if isinstance(plan, Roles):
+        return replace(job, roles=(plan.prefill, plan.decode))
+    if why := why_not_divided(plan, job.ranks, job.compute, compile=job.compiles, same_bits=job.same_bits):
+        raise ValueError(why)
+    if job.xray or job.speculation.on:
+        what = "no sums to record; leave --xray" if job.xray else "logits of last rows only; leave --speculate, --draft"
+        raise ValueError(f"--plan {job.plan} has {what} or --plan {job.plan} out")
+    return replace(job, rows=plan.shares)
 
 
 def _staged(job: Job, stages: StagePlan) -> Job:

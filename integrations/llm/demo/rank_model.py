@@ -20,6 +20,7 @@ from hostring.integrations.llm.model.devices import find_device
 from hostring.integrations.llm.model.sampling import Sampling
 from hostring.integrations.llm.pipeline.staged import StagedForward
 from hostring.integrations.llm.request import HEAD_RANK
+from hostring.integrations.llm.rows.forward import RowsForward
 from hostring.integrations.llm.xray.recording import Recording
 
 Report = dict[str, Any]
@@ -137,7 +138,7 @@ class RankModel:
         loaded = {"bytes_held": part.forward.nbytes_held, "bytes_read": model.bytes_read, "load_s": model.load_s}
         if isinstance(part.forward, StagedForward):
             own["stage"] = part.forward.stage.number
-        elif isinstance(part.forward, HandoverForward):
+        elif isinstance(part.forward, HandoverForward | RowsForward):
             own["stage"] = comm.rank  # has computed other rows than the other rank
         return gather(comm, {**own, **loaded, "compiled": part.forward.compiled, **found.stats.as_dict()})
 

@@ -64,7 +64,7 @@ def evidence(
 
 
 def _check(job: Job, lengths: Sequence[int]) -> None:
-    if job.stages or job.roles or job.grid:
+    if job.stages or job.roles or job.grid or job.rows:
         raise ValueError(
             f"evidence of a run with --plan {job.plan} is not built; run hostring demo --plan {job.plan}, which "
             "checks its counts and hashes"

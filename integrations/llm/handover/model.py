@@ -15,8 +15,8 @@ from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
 
 
-def group_of_one(comm: Comm, roles: Roles) -> Comm:
-    """The group in which this rank holds the whole model. A collective.
+def check_roles(comm: Comm, roles: Roles) -> None:
+    """A collective.
 
     Raises:
         ValueError: a rank was given other roles, or the group has more ranks; on every rank.
@@ -25,9 +25,6 @@ def group_of_one(comm: Comm, roles: Roles) -> Comm:
     if told[0] != told[-1]:
         raise ValueError("the ranks were given other roles; give all ranks the same --plan")
     roles.check(comm.world_size)
-    group = comm.split(comm.rank)
-    assert group is not None
-    return group
 
 
 def handed_model(inner: LocalModel, comm: Comm, roles: Roles) -> LocalModel:
@@ -49,7 +46,7 @@ def rejoin(forward: HandoverForward) -> None:
     """Go on in the group to which `forward` has moved, with a rank that loads. A collective of it.
 
     Raises:
-        ValueError: see `group_of_one`; or the other rank now computes in another way than before.
+        ValueError: the other rank now computes in another way than before.
     """
     forms = _formats(forward.inner, forward.comm)
     if forms != list(forward.forms):
