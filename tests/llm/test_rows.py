@@ -183,6 +183,9 @@ def test_what_cannot_be_is_refused(run_ranks: RunRanks) -> None:
             load_model(BUNDLED, comm, plan=RowPlan((1.0, 1.0, 1.0)))
 
     run_ranks(2, body)
+    assert (
+        make_job(**JOB, plan="rows").compute == "exact"
+    )  # also of the run on one rank, with which tokens are compared
     assert not asks_for_rows("rows.json")  # a file
     assert row_plan("rows", 3) == RowPlan((1.0,) * 3)
     assert row_plan("rows=78/22") == RowPlan((78.0, 22.0))

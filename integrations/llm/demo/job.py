@@ -230,7 +230,7 @@ def _with_copies(job: Job, plan: Roles | RowPlan) -> Job:
     if job.xray or job.speculation.on:
         what = "no sums to record; leave --xray" if job.xray else "logits of last rows only; leave --speculate, --draft"
         raise ValueError(f"--plan {job.plan} has {what} or --plan {job.plan} out")
-    return replace(job, rows=plan.shares)
+    return replace(job, rows=plan.shares, compute="exact")
 
 
 def _staged(job: Job, stages: StagePlan) -> Job:
