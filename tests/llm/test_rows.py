@@ -82,7 +82,9 @@ def test_logits_and_caches_are_those_of_one_rank(shares: tuple[float, ...], run_
 
 def test_the_demo_says_who_computed_which_rows() -> None:
     plain = job(PROMPT, dtypes=("float32",) * 2)
-    result = measured(job(PROMPT, dtypes=("float32",) * 2, rows=(3.0, 1.0)))
+    divided = job(PROMPT, dtypes=("float32",) * 2, rows=(3.0, 1.0))
+    assert type(divided).from_json(divided.to_json()) == divided
+    result = measured(divided)
     assert result["faults"] == []
     assert result["tokens"] == measured(plain)["tokens"]
     assert result["plan"]["rows"] == {"shares": [3.0, 1.0]}
