@@ -188,6 +188,8 @@ def test_what_cannot_be_is_refused(run_ranks: RunRanks) -> None:
     assert (
         make_job(**JOB, plan="rows").compute == "exact"
     )  # also of the run on one rank, with which tokens are compared
+    three = make_job(**{**JOB, "ranks": None, "dtypes": "f32,f32,f16"}, plan="rows")
+    assert three.rows == (1.0,) * 3
     assert not asks_for_rows("rows.json")  # a file
     assert row_plan("rows", 3) == RowPlan((1.0,) * 3)
     assert row_plan("rows=78/22") == RowPlan((78.0, 22.0))

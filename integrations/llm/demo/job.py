@@ -222,9 +222,10 @@ def _asked_for(wish: str, path: Path, ranks: int | None, compute: str) -> Asked:
 
 def _with_copies(job: Job, plan: Roles | RowPlan) -> Job:
     """`job` with a plan by which every rank holds the whole model."""
-    plan.check(job.ranks)
     if isinstance(plan, Roles):
+        plan.check(job.ranks)
         return replace(job, roles=(plan.prefill, plan.decode))
+    plan = row_plan(job.plan, job.ranks)  # even shares are those of so many ranks as there are dtypes
     if why := why_not_divided(plan, job.ranks, job.compute, compile=job.compiles, same_bits=job.same_bits):
         raise ValueError(why)
     if job.xray or job.speculation.on:
