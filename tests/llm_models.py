@@ -169,7 +169,7 @@ def write_gguf(
     for name, tensor in state.items():
         values = tensor.float().numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if config.model_type in ("llama", "smollm3", "mixtral") and heads and values.ndim == 2:
+        if config.model_type in ("llama", "smollm3", "mixtral") and heads:
             values = values.reshape(heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(tensor.shape)
         if _gguf_name(name) in without:
             continue

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hostring.integrations.llm.checkpoint.chat_tokenizer import ChatTokenizer
 from hostring.integrations.llm.model.cache import Cache
-from hostring.integrations.llm.model.local_model import Expected, LocalModel
+from hostring.integrations.llm.model.expected import Expected
+from hostring.integrations.llm.model.local_model import LocalModel
 from hostring.integrations.llm.model.sampling import (
     GO_ON,
     NOT_FINITE,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from time import monotonic
 
 from hostring import (
@@ -19,9 +21,14 @@ from hostring.integrations.llm.request import HEAD_RANK
 _NOT_RECOVERABLE = (CollectiveMismatch, GroupClosedError, HandshakeError, ProtocolError)
 
 
+_NO_ANSWER = [os.strerror(number) for number in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)]
+
+
 def recoverable(exc: HostringError) -> bool:
-    """A rank was lost that may come back: any but the head."""
-    return exc.rank not in (None, HEAD_RANK) and not isinstance(exc, _NOT_RECOVERABLE)
+    """A rank was lost that may come back: any but the head, which comes back only from behind a cut cable."""
+    if exc.rank is None or isinstance(exc, _NOT_RECOVERABLE):
+        return False
+    return exc.rank != HEAD_RANK or any(words in reason(exc) for words in _NO_ANSWER)
 
 
 def regrouped(comm: Comm, lost: HostringError, patience: float) -> Comm:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hostring import Comm
 from hostring.integrations.llm.model.audit import Clock
-from hostring.integrations.llm.model.local_model import Expected
+from hostring.integrations.llm.model.expected import Expected
 from hostring.integrations.llm.model.shards import Boundaries
 
 Counts = Callable[[], dict[str, Any]]

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(400)]
 URL = "http://127.0.0.1:8000"
 NOTICED_S = 30.0  # HOST_ANSWER_S of transports/tcp.py, and what a busy machine adds
 READY_S = 120.0
+SHORT_CUT_S = 4.0
 BODY = {"prompt": "In the beginning", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
 
 
@@ -113,18 +114,40 @@ def cut_off(name: str) -> tuple[float, str, tuple[int, Any]]:
         return time.monotonic() - began, rest, ask(f"{URL}/health")[:2]
 
 
-def test_a_cut_cable_ends_streams_with_an_error_and_mended_it_serves_again(name: str, ranks: Ranks) -> None:
-    """The rank that was cut off is ended and started again, as whoever started it would."""
+def cut_for_a_moment(name: str) -> str:
+    """All of a stream, during which the cable was out for some seconds."""
+    until_healthy()
+    request = Request(f"{URL}/v1/completions", json.dumps({**BODY, "stream": True}).encode())
+    with urlopen(request, timeout=60) as stream:
+        assert stream.readline().startswith(b"data: ")
+        cut(name)
+        time.sleep(SHORT_CUT_S)
+        mend(name)
+        return str(stream.read().decode())
+
+
+def test_a_short_cut_costs_its_time_alone(name: str, ranks: Ranks) -> None:
+    for rank in range(2):
+        ranks.start(rank)
+    text = inside(name, lambda: cut_for_a_moment(name))
+    assert "event: error" not in text
+    assert text.rstrip().endswith("data: [DONE]")
+
+
+@pytest.mark.parametrize("mended_after_s", [0.0, 5.0])
+def test_a_cut_cable_ends_streams_with_an_error_and_mended_it_serves_again(
+    mended_after_s: float, name: str, ranks: Ranks
+) -> None:
+    """Both ranks go on waiting for each other, and find each other again without a hand."""
     _, worker = ranks.start(0), ranks.start(1)
     seconds, rest, (status, why) = inside(name, lambda: cut_off(name))
     assert "event: error" in rest, rest[-500:]
     assert "rank 1 is lost" in rest
     assert (status, "rank 1 is lost" in why["reason"]) == (503, True)
     assert seconds < NOTICED_S
+    time.sleep(mended_after_s)
     mend(name)
-    worker.kill()
-    worker.wait()
-    ranks.start(1, HOSTRING_REJOIN="1")
     inside(name, until_healthy)
     status, found = inside(name, lambda: ask(f"{URL}/v1/completions", {**BODY, "max_tokens": 8})[:2])
     assert (status, found["usage"]["completion_tokens"]) == (200, 8)
+    assert worker.poll() is None

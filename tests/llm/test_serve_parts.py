@@ -7,9 +7,11 @@ import json
 import numpy as np
 import pytest
 
+from hostring import HostringError, PeerLostError
 from hostring.integrations.llm.checkpoint.tokenizer import load_tokenizer
 from hostring.integrations.llm.demo.job import BUNDLED
 from hostring.integrations.llm.model.sampling import Sampling
+from hostring.integrations.llm.regroup import recoverable
 from hostring.integrations.llm.serve.choosing import Chooser, Logits
 from hostring.integrations.llm.serve.guides import Guides
 from hostring.integrations.llm.serve.http.answer_parts import AnswerParts
@@ -153,3 +155,16 @@ def test_penalties_and_bias_change_the_choice() -> None:
 def test_words_for_tools_hold_each_signature() -> None:
     given = {"type": "function", "function": {"name": "f"}}
     assert json.dumps(given) in Tools((Tool("f", {}, given),), False, True).words
+
+
+@pytest.mark.parametrize(
+    ("lost", "waits"),
+    [
+        (PeerLostError(1, "connection closed"), True),
+        (PeerLostError(0, "connection closed"), False),
+        (PeerLostError(0, "recv: [Errno 110] Connection timed out, in all_reduce #23"), True),
+        (HostringError("no rank is named"), False),
+    ],
+)
+def test_the_head_is_waited_for_where_a_cable_may_be_cut(lost: HostringError, waits: bool) -> None:
+    assert recoverable(lost) is waits

@@ -19,7 +19,7 @@ from hostring.integrations.llm.handover.transfer import (
     BlockSender,
     Figures,
 )
-from hostring.integrations.llm.model.local_model import Expected
+from hostring.integrations.llm.model.expected import Expected
 
 Numbers = npt.NDArray[np.int32]
 TOKEN_NUMBERS = 2  # of a decision that says one token

@@ -14,21 +14,12 @@ from torch import Tensor
 from hostring import Comm
 from hostring.integrations.llm.model.cache import check_fit
 from hostring.integrations.llm.model.config import ModelConfig
+from hostring.integrations.llm.model.expected import Expected
 from hostring.integrations.llm.model.shards import Boundaries, Ends, ShardPlan
 from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
 
 Rows = Sequence[tuple[Any, Sequence[int]]]
 Numbers = npt.NDArray[np.int32]
-
-
-class Expected(Protocol):
-    """What forward passes over so many positions each, and the choice after the last of them, cost this rank."""
-
-    def collectives(self, passes: Sequence[int]) -> int:
-        """How many calls."""
-
-    def nbytes(self, passes: Sequence[int]) -> int:
-        """Payload that this rank sends."""
 
 
 class Deciding(Protocol):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hostring import Comm
 from hostring.integrations.llm.model.cache import KVCache, check_fit
-from hostring.integrations.llm.model.local_model import Expected, LocalModel, Numbers, Rows
+from hostring.integrations.llm.model.expected import Expected
+from hostring.integrations.llm.model.local_model import LocalModel, Numbers, Rows
 from hostring.integrations.llm.model.shards import WHOLE, Boundaries, Ends
 from hostring.integrations.llm.model.tensor_parallel import HiddenReducer
 from hostring.integrations.llm.rows.cache import DividedRows
