@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     argv = [sys.executable, "-m", "hostring", "serve", options.model, "--local", str(options.local), "--port", "0"]
-    server = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, encoding="utf-8")
     end = threading.Event()
     try:
         assert server.stdout is not None

@@ -22,7 +22,7 @@ import signal
 from pathlib import Path
 from time import monotonic
 
-from small_training import SmallTraining, read_text
+from small_training import SmallTraining, corpus
 
 import hostring
 from hostring.training import LocalSGD, digest, share_state
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--out", help="a JSON file for the losses")
     args = parser.parse_args()
     shape = {"windows": args.windows, "window": args.window, "steps": args.steps, "layers": args.layers}
-    training = SmallTraining(read_text(args.text), **shape)
+    training = SmallTraining(corpus(args.text), **shape)
     if args.ddp:
         curve, head, words = run_ddp(training, args), os.environ.get("RANK", "0") == "0", "DDP"
     else:

@@ -24,7 +24,7 @@ HELD_OUT = 16  # windows at the end of the text that are never trained on
 CLIP, DECAY = 1.0, 0.1
 
 
-def read_text(path: str | None) -> Tensor:
+def corpus(path: str | None) -> Tensor:
     """The ids of a text file; without one, of hostring's own documentation."""
     sources = [Path(path)] if path else sorted(DOCS.glob("*.md"))
     text = "\n".join(source.read_text(encoding="utf-8") for source in sources)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from small_training import SmallTraining, read_text
+from small_training import SmallTraining, corpus
 
 import hostring
 from hostring.training import digest, share_state
@@ -36,7 +36,7 @@ class SlowLink:
     def __init__(self, comm: hostring.Comm, args: argparse.Namespace) -> None:
         self.comm, self.args = comm, args
         shape = {"windows": args.windows, "window": args.window, "steps": args.steps, "layers": args.layers}
-        self.training = SmallTraining(read_text(args.text), **shape)
+        self.training = SmallTraining(corpus(args.text), **shape)
         self.feedback = hostring.Feedback() if args.feedback else None
         self.step, self.curve, self.sent = 0, [], 0
 

@@ -18,14 +18,14 @@ STEPS = 40
 def _train(group, restart):
     """Train with the hook; halfway, go on as new objects that load what was saved. The loss, and the state's hash."""
     sys.path.insert(0, str(EXAMPLES))
-    from small_training import SmallTraining, read_text
+    from small_training import SmallTraining, corpus
     from torch.nn.parallel import DistributedDataParallel
 
     from hostring.integrations.torch_pg import FeedbackState, feedback_hook
     from hostring.training import digest, pack, unpack
 
     def made():
-        training = SmallTraining(read_text(None), windows=2, window=32, steps=STEPS, layers=2)
+        training = SmallTraining(corpus(None), windows=2, window=32, steps=STEPS, layers=2)
         training.net = DistributedDataParallel(training.model)
         state = FeedbackState(training.model.parameters())
         training.net.register_comm_hook(state, feedback_hook)

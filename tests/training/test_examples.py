@@ -90,13 +90,13 @@ def test_training_over_a_lossy_wire_survives_a_lost_rank(examples, wire):
 @pytest.mark.faults
 def test_diloco_survives_a_lost_rank(examples):
     from diloco import Diloco
-    from small_training import SmallTraining, read_text
+    from small_training import SmallTraining, corpus
 
     lock = threading.Lock()
 
     def make(comm):
         with lock:  # torch's seed is the process's
-            training = SmallTraining(read_text(examples.text), windows=1, window=16, steps=STEPS, layers=1)
+            training = SmallTraining(corpus(examples.text), windows=1, window=16, steps=STEPS, layers=1)
         return Diloco(comm, training, examples)
 
     ended = in_threads_with_a_loss(make, "mxint8-both")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import numpy as np
 import torch
 
@@ -28,7 +31,8 @@ class PackedCache:
         self.max_seq, self.length = max_seq, 0
         self.n_positions = whole_steps(max_seq)
         width = config.num_key_value_heads * config.head_dim
-        self.kv = np.zeros((config.num_hidden_layers, 2, self.n_positions, width), np.float16)
+        shape = config.num_hidden_layers, 2, self.n_positions, width
+        self.kv = np.frombuffer(_small_pages(2 * math.prod(shape)), np.float16).reshape(shape)
         self._head_dim = config.head_dim
         self.nbytes, self.address, self.half_nbytes = self.kv.nbytes, self.kv.ctypes.data, self.kv[0, 0].nbytes
 
@@ -41,6 +45,12 @@ class PackedCache:
         if not 0 <= length <= self.length:
             raise ValueError(f"the KV cache holds {self.length} positions; it can't be cut to {length}")
         self.length = length
+
+
+def _small_pages(nbytes: int) -> mmap.mmap:
+    """Zeroed memory that is taken in small pages, as it is filled. numpy asks for huge pages: then the first positions
+    of each layer clear megabytes, which took hundreds of milliseconds of the first step of each conversation."""
+    return mmap.mmap(-1, max(nbytes, 1))
 
 
 def whole_steps(n_positions: int) -> int:
