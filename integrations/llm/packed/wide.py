@@ -28,7 +28,7 @@ from hostring.integrations.llm.packed.regions import Matrices
 from hostring.integrations.llm.packed.step import Rows, Stream, Sums
 from hostring.integrations.llm.packed.units import folded
 
-MIN_WIDE_ROWS = 32  # from here on dequantising pays, see docs/performance.md
+MIN_WIDE_ROWS = 32  # from here on dequantising pays: at 64 rows of SmolLM2, 400 ms instead of 600
 
 
 class WideSteps:
