@@ -79,8 +79,9 @@ SharePlan = Annotated[
     str,
     typer.Option(
         help="Who holds what: a plan of `hostring plan model`; even shares; as many bytes for every rank; stages, such "
-        "as pp=2,tp=2; or one rank computes prompts and another decodes: prefill=0,decode=1; or ranks divide the rows "
-        "of a prompt: rows, rows=78/22; or experts=place."
+        "as pp=2,tp=2; or ranks share the KV cache of a long context: context=3,heads=2; or one rank computes "
+        "prompts and another decodes: prefill=0,decode=1; or ranks divide the rows of a prompt: rows, rows=78/22; or "
+        "experts=place."
     ),
 ]
 Topology = Annotated[str, typer.Option(help="auto, mesh, ring, star or tree.")]

@@ -46,6 +46,8 @@ def test_a_recording_of_steps_has_no_guesses(tmp_path: Path) -> None:
         demo_job(speculate="lookup", xray=str(tmp_path / "x"))
     with pytest.raises(ValueError, match="--plan prefill=0,decode=1 hands over after steps of one row; leave --specul"):
         demo_job(speculate="lookup", plan="prefill=0,decode=1")
+    with pytest.raises(ValueError, match="--plan prefill=0,decode=1 has no sums to record; leave --xray or --plan"):
+        demo_job(xray=str(tmp_path / "x"), plan="prefill=0,decode=1")
 
 
 def test_served_texts_are_those_without_guesses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,15 +222,15 @@ def _asked_for(wish: str, path: Path, ranks: int | None, compute: str) -> Asked:
 
 def _with_copies(job: Job, plan: Roles | RowPlan) -> Job:
     """`job` with a plan by which every rank holds the whole model."""
+    if job.xray or (isinstance(plan, RowPlan) and job.speculation.on):
+        what = "no sums to record; leave --xray" if job.xray else "logits of last rows only; leave --speculate, --draft"
+        raise ValueError(f"--plan {job.plan} has {what} or --plan {job.plan} out")
     if isinstance(plan, Roles):
         plan.check(job.ranks)
         return replace(job, roles=(plan.prefill, plan.decode))
     plan = row_plan(job.plan, job.ranks)  # even shares are those of so many ranks as there are dtypes
     if why := why_not_divided(plan, job.ranks, job.compute, compile=job.compiles, same_bits=job.same_bits):
         raise ValueError(why)
-    if job.xray or job.speculation.on:
-        what = "no sums to record; leave --xray" if job.xray else "logits of last rows only; leave --speculate, --draft"
-        raise ValueError(f"--plan {job.plan} has {what} or --plan {job.plan} out")
     return replace(job, rows=plan.shares, compute="exact")
 
 

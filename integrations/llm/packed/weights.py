@@ -170,7 +170,7 @@ def unsupported(config: ModelConfig, tensors: dict[str, TensorInfo]) -> str:
     """What keeps a file from being decoded packed, and why; empty when nothing does."""
     if config.windows:
         return f"sliding windows of {max(config.windows)} positions are not computed packed"
-    if "blk.0.ffn_up.0.weight" in tensors:
+    if config.experts is not None:
         return "it has experts, whose blocks are dequantised; compute exact"
     for name, info in tensors.items():
         if info.kind.name not in FORMATS:
