@@ -50,7 +50,10 @@ def _futures(group):
 
         return callback
 
-    futures = [dist.all_reduce(y, async_op=True).get_future().then(note(k)) for k, y in enumerate(ys)]
+    # All are submitted before a callback runs: threads that submit at the same time would have no order on which ranks
+    # agree. Those of the callbacks are alike.
+    works = [dist.all_reduce(y, async_op=True) for y in ys]
+    futures = [work.get_future().then(note(k)) for k, work in enumerate(works)]
     results = [f.wait() for f in futures]
     n = group.world_size
     assert all(torch.equal(r, torch.full((2,), n * (total(n) + n * k))) for k, r in enumerate(results))
