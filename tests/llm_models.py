@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from hostring.integrations.llm.packed.library import load
 
 TEXT = "In the beginning God created the heaven and the earth. 1234 — naïve café 東京 🙂🙃 don't stop\n\n  two  spaces"
 SHAPES: dict[str, Any] = {
@@ -175,7 +179,7 @@ def write_gguf(
             continue
         blocks = values.ndim >= 2 and values.shape[-1] % block == 0 and "ffn_gate_inp" not in _gguf_name(name)
         used = kind if blocks else gguf.GGMLQuantizationType.F32
-        data = gguf.quants.quantize(np.ascontiguousarray(values), used)
+        data = quantize(np.ascontiguousarray(values), used)
         writer.add_tensor(_gguf_name(name), data, raw_dtype=used)
     change(writer)
     writer.write_header_to_file()
@@ -183,6 +187,20 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def quantize(values: npt.NDArray[np.float32], kind: gguf.GGMLQuantizationType) -> npt.NDArray[Any]:
+    """By gguf where it can; by ggml for K types, which gguf only reads. values: shape (…, columns)."""
+    if not kind.name.endswith("_K"):
+        return gguf.quants.quantize(values, kind)
+    chunk = ctypes.CDLL(str(load().file)).ggml_quantize_chunk
+    chunk.restype = ctypes.c_size_t
+    chunk.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    n_rows, n_columns = values.size // values.shape[-1], values.shape[-1]
+    out = np.zeros((*values.shape[:-1], n_columns // block * nbytes), np.uint8)
+    assert chunk(int(kind), values.ctypes.data, out.ctypes.data, 0, n_rows, n_columns, None) == out.nbytes
+    return out
 
 
 def _with_fused_experts(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ and 5 ranks."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,6 @@ except Unavailable as exc:
     pytest.skip(str(exc), allow_module_level=True)
 
 IDS = [5, 17, 3, 250, 9, 9, 101, 42, 7, 311, 12]
-
-
-def quantize(values: npt.NDArray[np.float32], kind: Kind) -> npt.NDArray[np.uint8]:
-    """By gguf where it can; by ggml for K types, which gguf only reads."""
-    if not kind.name.endswith("_K"):
-        return gguf.quants.quantize(values, kind)
-    chunk = ctypes.CDLL(str(load().file)).ggml_quantize_chunk
-    chunk.restype = ctypes.c_size_t
-    chunk.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    out = np.zeros((values.shape[0], values.shape[1] // block * nbytes), np.uint8)
-    assert chunk(int(kind), values.ctypes.data, out.ctypes.data, 0, *values.shape, None) == out.nbytes
-    return out
 
 
 class Sums:
@@ -103,23 +90,13 @@ def distance(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
 
 @pytest.mark.parametrize("kind", [Kind[name] for name in FORMATS], ids=lambda k: k.name)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
-def test_logits_are_those_of_the_dequantised_weights(
-    family: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_those_of_the_dequantised_weights(family: str, kind: Kind, tmp_path: Path) -> None:
     """Activations are rounded to blocks of 8 bits (of 16 for F16 and BF16, and in the cache): that is the difference
     allowed."""
-    monkeypatch.setattr(gguf.quants, "quantize", _quantize_with(gguf.quants.quantize))
     path = write_gguf(packable_model(family, tied=family != "qwen2"), tmp_path / "m.gguf", kind)
     ids, logits = greedy(path, hostring.init(0, 1))
     bound = 0.002 if kind in (Kind.F32, Kind.F16) else 0.01 if kind == Kind.BF16 else 0.06
     assert distance(logits, exact(path, ids)) < bound
-
-
-def _quantize_with(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(values: npt.NDArray[np.float32], kind: Kind) -> Any:
-        return quantize(values, kind) if kind.name.endswith("_K") else plain(values, kind)
-
-    return wrapped
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
@@ -146,10 +123,7 @@ def test_the_bits_do_not_depend_on_who_holds_what(shares: tuple[int, ...], tmp_p
 
 @pytest.mark.parametrize("chunks", [(1,) * 10, (8,), (3, 5)], ids=str)
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q6_K, Kind.F16, Kind.F32], ids=lambda k: k.name)
-def test_a_prompt_in_chunks_gives_the_bits_of_the_whole(
-    kind: Kind, chunks: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gguf.quants, "quantize", _quantize_with(gguf.quants.quantize))
+def test_a_prompt_in_chunks_gives_the_bits_of_the_whole(kind: Kind, chunks: tuple[int, ...], tmp_path: Path) -> None:
     path = write_gguf(packable_model("qwen2"), tmp_path / "m.gguf", kind)
     whole, cut = (greedy(path, hostring.init(0, 1), 2, chunks=c) for c in ((), chunks))
     np.testing.assert_array_equal(whole[1], cut[1])

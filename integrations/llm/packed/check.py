@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,8 +14,13 @@ from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
 from hostring.integrations.llm.packed.graph import Graph, compute_once
 from hostring.integrations.llm.packed.library import Ggml, Unavailable
 from hostring.integrations.llm.packed.memory import F32, Arena
+from hostring.integrations.llm.packed.repack import ROWS_STEP, Repacker
 from hostring.integrations.llm.packed.weights import MAX_CHECKED_ROWS, MAX_PRODUCT_ERROR, random_factors
 from hostring.shipping.extents import Extent
+
+MAX_CHECKED_BATCH = 5  # rows that are multiplied together: a kernel may take four at a time
+
+_log = logging.getLogger(__name__)
 
 
 def checked_rows(tensors: dict[str, TensorInfo]) -> list[Extent]:
@@ -49,6 +55,33 @@ def check_formats(ggml: Ggml, files: Sequence[npt.NDArray[np.uint8]], tensors: d
             raise Unavailable(f"ggml converts {kind.name} blocks ({name}) to other numbers than gguf does")
 
 
+def repacked_formats(
+    ggml: Ggml, files: Sequence[npt.NDArray[np.uint8]], tensors: dict[str, TensorInfo], batch_invariant: bool
+) -> frozenset[GGMLQuantizationType]:
+    """The formats of a file that `Repacker` has right and faster kernels for here.
+
+    Args:
+        batch_invariant: only those whose products of a row have the same bits whatever rows are beside it.
+    """
+    found = set()
+    for kind, (name, info) in _matrices(tensors).items():
+        blocks = _blocks(files[info.part], info)
+        blocks = blocks[: len(blocks) // ROWS_STEP * ROWS_STEP]
+        if not len(blocks):
+            continue
+        x = random_factors(MAX_CHECKED_BATCH * info.shape[1]).reshape(MAX_CHECKED_BATCH, -1)
+        y = _products(ggml, kind, blocks, x, repacked=True)
+        if y is None:
+            continue
+        if not _relative_error(y, blocks, kind, x) <= MAX_PRODUCT_ERROR:
+            _log.warning("ggml's repacked product of %s blocks (%s) is wrong; it is computed without", kind.name, name)
+            continue
+        singles = [_products(ggml, kind, blocks, row[None], repacked=True) for row in x] if batch_invariant else []
+        if all(one is not None and np.array_equal(one[0], together) for one, together in zip(singles, y, strict=False)):
+            found.add(kind)
+    return frozenset(found)
+
+
 def _blocks(data: npt.NDArray[np.uint8], info: TensorInfo) -> npt.NDArray[np.uint8]:
     """The first rows of a matrix as they are stored."""
     n_rows = min(MAX_CHECKED_ROWS, info.shape[0])
@@ -66,18 +99,43 @@ def _converts_alike(ggml: Ggml, data: npt.NDArray[np.uint8], info: TensorInfo) -
 
 def _error(ggml: Ggml, data: npt.NDArray[np.uint8], info: TensorInfo) -> float:
     """The error of a few products together, relative to their norm."""
-    arena = Arena(ggml)
-    stored = _blocks(data, info)
-    n_rows = len(stored)
-    blocks = arena.array(stored.shape, np.uint8)
-    blocks[:] = stored
-    x, y = arena.array((1, info.shape[1])), arena.array((1, n_rows))
-    x[0] = random_factors(info.shape[1])
+    blocks, x = _blocks(data, info), random_factors(info.shape[1])[None]
+    y = _products(ggml, info.kind, blocks, x)
+    assert y is not None
+    return _relative_error(y, blocks, info.kind, x)
+
+
+def _products(
+    ggml: Ggml,
+    kind: GGMLQuantizationType,
+    stored: npt.NDArray[np.uint8],
+    factors: npt.NDArray[np.float32],
+    repacked: bool = False,
+) -> npt.NDArray[np.float32] | None:
+    """Rows of `factors` times the matrix of these blocks, shape (rows, blocks' rows); None where there is no kernel."""
+    arena, (n_rows, n_columns) = Arena(ggml), (len(stored), factors.shape[1])
+    x, y = arena.array(factors.shape), arena.array((len(factors), n_rows))
+    x[:] = factors
     graph = Graph(arena, 8)
-    matrix = arena.place(ggml.new_tensor_2d(graph.context, int(info.kind), info.shape[1], n_rows), blocks)
-    row = arena.place(ggml.new_tensor_2d(graph.context, F32, info.shape[1], 1), x)
-    product = arena.place(ggml.mul_mat(graph.context, matrix, row), y)
-    graph.expand(product)
+    if repacked:
+        matrix = Repacker(ggml).place(arena, graph.context, int(kind), stored)
+        if matrix is None:
+            return None
+    else:
+        blocks = arena.array(stored.shape, np.uint8)
+        blocks[:] = stored
+        matrix = arena.place(ggml.new_tensor_2d(graph.context, int(kind), n_columns, n_rows), blocks)
+    rows = arena.place(ggml.new_tensor_2d(graph.context, F32, n_columns, len(factors)), x)
+    graph.expand(arena.place(ggml.mul_mat(graph.context, matrix, rows), y))
     compute_once(arena, graph)
-    wanted = dequantize(blocks, info.kind).astype(np.float64) @ x[0]
-    return float(np.linalg.norm(y[0] - wanted) / max(np.linalg.norm(wanted), np.finfo(np.float32).tiny))
+    return y.copy()
+
+
+def _relative_error(
+    y: npt.NDArray[np.float32],
+    blocks: npt.NDArray[np.uint8],
+    kind: GGMLQuantizationType,
+    factors: npt.NDArray[np.float32],
+) -> float:
+    wanted = factors.astype(np.float64) @ dequantize(np.ascontiguousarray(blocks), kind).astype(np.float64).T
+    return float(np.linalg.norm(y - wanted) / max(np.linalg.norm(wanted), np.finfo(np.float32).tiny))

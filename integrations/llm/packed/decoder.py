@@ -6,17 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGMLQuantizationType
 
 from hostring import UnitFold
 from hostring.integrations.llm.checkpoint.gguf_file import GgufCheckpoint
+from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
 from hostring.integrations.llm.checkpoint.layout import slices_to_read
 from hostring.integrations.llm.model.rope import rotary_divisors
 from hostring.integrations.llm.model.shards import WHOLE, Ends, ShardPlan
-from hostring.integrations.llm.packed.check import check_formats, checked_rows
-from hostring.integrations.llm.packed.library import Pointer, Unavailable, load
+from hostring.integrations.llm.packed.check import check_formats, checked_rows, repacked_formats
+from hostring.integrations.llm.packed.library import Pointer, Unavailable, at, load
 from hostring.integrations.llm.packed.memory import Arena
 from hostring.integrations.llm.packed.plan import UnitPlan
 from hostring.integrations.llm.packed.regions import Fold, Matrices
+from hostring.integrations.llm.packed.repack import ROWS_STEP
 from hostring.integrations.llm.packed.weights import PackedWeights, column_units, unsupported
 
 MAX_CUTS_PER_LAYER = 64
@@ -32,11 +36,13 @@ class PackedDecoder:
         beside_exact: other ranks compute exact and know no units, so this one brings a single sum, in its own order.
         order: in which the group's all-reduce folds ranks.
         ends: of the model that this rank holds.
+        batch_invariant: only kernels that give a row the same bits whatever rows are beside it.
 
     Attributes:
         nbytes_held: bytes of the file that this rank holds, mapped or copied.
         folds: what this rank brings to the reductions of a layer, by the side of the region. layers: weights, likewise.
         embedding, head: None where this rank has none; n_logits: rows of the head.
+        repacked: formats whose matrices are laid out for faster kernels, see `Repacker`.
         rope_divisors: what each rotary frequency is divided by; None where by nothing.
 
     Raises:
@@ -53,12 +59,13 @@ class PackedDecoder:
         beside_exact: bool = False,
         order: str = "rank",
         ends: Ends = WHOLE,
+        batch_invariant: bool = False,
     ) -> None:
         if why := unsupported(checkpoint.config, checkpoint.tensors):
             raise Unavailable(why)
         self.ggml, self.threads = load(), threads
         self.config, self.plan, self.rank = checkpoint.config, plan, rank
-        self.beside_exact, self._order = beside_exact, order
+        self.beside_exact, self.batch_invariant, self._order = beside_exact, batch_invariant, order
         self.local = plan.local_config(checkpoint.config, rank)
         self.arena = Arena(self.ggml)
         wanted = slices_to_read(checkpoint.config, plan, rank, ends)
@@ -66,9 +73,11 @@ class PackedDecoder:
         checkpoint.source.read(checked_rows(checkpoint.tensors))
         files = [np.frombuffer(mapped, np.uint8) for mapped in checkpoint.mapped]
         check_formats(self.ggml, files, checkpoint.tensors)
+        self.repacked = self._repacked(files, checkpoint.tensors, units, batch_invariant)
         n_layers = self.config.num_hidden_layers
         n_cuts = 3 + n_layers * (MAX_CUTS_PER_LAYER + 2 * len(units.columns))
-        self._weights = PackedWeights(self.arena, files, checkpoint.tensors, n_cuts, checkpoint.source.read)
+        read = checkpoint.source.read
+        self._weights = PackedWeights(self.arena, files, checkpoint.tensors, n_cuts, self.repacked, read)
         self._tensors, self.units = checkpoint.tensors, units
         per_rank = {"attention": units.groups_per_rank(plan), "mlp": units.columns_per_rank(plan)}
         self.folds = {side: self._fold(shares) for side, shares in per_rank.items()}
@@ -82,8 +91,26 @@ class PackedDecoder:
         self._weights.read_ahead()
 
     @property
+    def n_head_rows(self) -> int:
+        """Rows of the head as it is multiplied by: some of zeros may follow those of the vocabulary."""
+        return 0 if self.head is None else int(at(self.head).ne[1])
+
+    @property
     def nbytes_held(self) -> int:
         return self._weights.nbytes
+
+    def _repacked(
+        self,
+        files: list[npt.NDArray[np.uint8]],
+        tensors: dict[str, TensorInfo],
+        units: UnitPlan,
+        batch_invariant: bool,
+    ) -> frozenset[GGMLQuantizationType]:
+        """None where a cut may divide the rows that are interleaved: bits would depend on the plan then."""
+        borders = [self.config.head_dim, *(unit.stop for unit in units.columns)]
+        if any(border % ROWS_STEP for border in borders):
+            return frozenset()
+        return repacked_formats(self.ggml, files, tensors, batch_invariant)
 
     @property
     def n_slots(self) -> int:

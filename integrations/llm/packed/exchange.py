@@ -68,7 +68,7 @@ class Exchange:
             are wanted: the last one of each sequence, or every one.
         mixed: what attention gives, shape (rows, heads * head_dim).
         masks: what each row may see, shape (rows, cached), of each sequence; None for a single row.
-        logits: shape (rows that are wanted, local vocabulary).
+        logits: shape (rows that are wanted, local vocabulary). head_rows: the same, and what the head has beyond it.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Exchange:
         mixed: int,
         n_slots: int,
         n_logits: int,
+        n_head_rows: int,
         every: bool = False,
     ) -> None:
         self._arena, self.sequences = arena, sequences
@@ -93,7 +94,8 @@ class Exchange:
         self.last[:] = last
         self.mixed: npt.NDArray[np.float32] = arena.array((n_rows, mixed))
         self.masks = [arena.array((s.n_rows, s.n_cached), np.float16) if s.n_rows > 1 else None for s in sequences]
-        self.logits: npt.NDArray[np.float32] = arena.array((len(last), n_logits))
+        self.head_rows: npt.NDArray[np.float32] = arena.array((len(last), n_head_rows))
+        self.logits = self.head_rows[:, :n_logits]
         self._mixed_buffer = arena.buffer(self.mixed.ctypes.data, self.mixed.nbytes)
 
     def tensors(self, context: Pointer) -> Inputs:

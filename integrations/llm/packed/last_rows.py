@@ -35,7 +35,7 @@ class _Graph:
     def __init__(self, decoder: PackedDecoder, n_rows: int) -> None:
         local, arena = decoder.local, Arena(decoder.ggml)
         single = rows_of(((1, POSITIONS_STEP),) * n_rows)
-        self._exchange = e = Exchange(arena, single, local.hidden_size, 1, 1, decoder.n_logits)
+        self._exchange = e = Exchange(arena, single, local.hidden_size, 1, 1, decoder.n_logits, decoder.n_head_rows)
         graphs = StepGraphs(arena, local, e, 1)
         graphs.end(decoder.norm, decoder.head)
         self._compute, backend = decoder.ggml.backend_graph_plan_compute, Backend(arena, decoder.threads)

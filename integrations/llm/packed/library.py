@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes as C
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -70,6 +71,7 @@ class TypeTraits(C.Structure):
 
 
 _P, _I, _L, _Z, _F, _B = C.c_void_p, C.c_int, C.c_int64, C.c_size_t, C.c_float, C.c_bool
+_LOG = C.CFUNCTYPE(None, C.c_int, C.c_char_p, C.c_void_p)
 
 # name without "ggml_": result, arguments
 SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
@@ -113,6 +115,16 @@ SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "backend_graph_plan_create": (_P, (_P, _P)),
     "backend_graph_plan_free": (None, (_P, _P)),
     "backend_graph_plan_compute": (_I, (_P, _P)),
+    "backend_cpu_reg": (_P, ()),
+    "backend_reg_dev_get": (_P, (_P, _Z)),
+    "backend_reg_get_proc_address": (_P, (_P, C.c_char_p)),
+    "backend_dev_supports_op": (_B, (_P, _P)),
+    "backend_buft_name": (C.c_char_p, (_P,)),
+    "backend_buft_alloc_buffer": (_P, (_P, _Z)),
+    "backend_buft_get_alloc_size": (_Z, (_P, _P)),
+    "backend_buffer_get_base": (_P, (_P,)),
+    "backend_tensor_set": (None, (_P, _P, _Z, _Z)),
+    "log_set": (None, (_LOG, _P)),
     "gallocr_new": (_P, (_P,)),
     "gallocr_free": (None, (_P,)),
     "gallocr_reserve": (_B, (_P, _P)),
@@ -120,6 +132,10 @@ SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "gallocr_get_buffer_size": (_Z, (_P, _I)),
 }
 
+
+_WARNING: Final = 3  # of ggml's levels; what it says of its own doings is below
+
+_log = logging.getLogger(__name__)
 
 INSTRUCTIONS: Final = (
     *("sse3", "ssse3", "avx", "avx_vnni", "avx2", "f16c", "fma", "bmi2", "avx512", "avx512_vbmi", "avx512_vnni"),
@@ -145,6 +161,7 @@ class Ggml:
                 raise Unavailable(f"{file.name} of {PACKAGE} has no ggml_{name}; {_install()}") from None
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
+        self.log_set(_SAY, None)
         self._check_layout()
 
     def __getattr__(self, name: str) -> Any:
@@ -196,6 +213,15 @@ class Ggml:
 def at(tensor: Pointer) -> Tensor:
     """The struct that a pointer leads to."""
     return C.cast(tensor, C.POINTER(Tensor)).contents
+
+
+def _say(level: int, text: bytes, _: object) -> None:
+    """Passes ggml's warnings on, and nothing else: it would write a line for every matrix that it lays out."""
+    if level >= _WARNING:
+        _log.warning("ggml: %s", text.decode(errors="replace").rstrip())
+
+
+_SAY = _LOG(_say)  # as long as the library is loaded
 
 
 def _install() -> str:

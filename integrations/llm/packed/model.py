@@ -63,6 +63,11 @@ class PackedForward:
         self._make_steps()
 
     @property
+    def goes_wide(self) -> bool:
+        """Whether steps of many rows dequantise: not where kernels for repacked blocks are as fast."""
+        return not (self.batch_invariant or self.decoder.repacked)
+
+    @property
     def nbytes_held(self) -> int:
         """See `Forward`."""
         return self.decoder.nbytes_held
@@ -95,8 +100,8 @@ class PackedForward:
 
     def step_rows(self, rows: Rows, stream: npt.NDArray[np.float32] | None = None, every: bool = False) -> Tensor:
         """See `Forward.step_rows`."""
-        wide = sum(len(ids) for _, ids in rows) >= MIN_WIDE_ROWS and not self.batch_invariant
-        steps = self._wide if wide else self._steps
+        many = sum(len(ids) for _, ids in rows) >= MIN_WIDE_ROWS
+        steps = self._wide if many and self.goes_wide else self._steps
         return torch.from_numpy(steps.run(rows, stream, every))
 
     def begin(self, x: npt.NDArray[np.float32]) -> None:
@@ -146,7 +151,9 @@ def build_packed(
         plan = units.shares(config, comm.world_size) if plan is None else plan
         plan.check(config)
         threads = threads or torch.get_num_threads()
-        decoder = PackedDecoder(checkpoint, plan, units, comm.rank, threads, beside_exact, comm.order, ends)
+        decoder = PackedDecoder(
+            checkpoint, plan, units, comm.rank, threads, beside_exact, comm.order, ends, batch_invariant
+        )
     except ValueError as exc:
         raise Unavailable(str(exc)) from exc
     max_seq = min(config.max_position_embeddings, 4096) if max_seq is None else max_seq

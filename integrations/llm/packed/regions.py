@@ -100,7 +100,7 @@ class StepGraphs:
             x = g.view_2d(ctx, x, width, 1, 4 * width, 4 * width * (self.n_rows - 1))
         elif n_wanted < self.n_rows:
             x = g.get_rows(ctx, x, self.inputs.last)
-        self.end_graph(self.arena.place(g.mul_mat(ctx, head, self.norm(x, norm)), self.exchange.logits))
+        self.end_graph(self.arena.place(g.mul_mat(ctx, head, self.norm(x, norm)), self.exchange.head_rows))
 
     def stream(self) -> Pointer:
         """x, to which the sum of the region before is added first."""
@@ -216,8 +216,7 @@ class LayerGraphs:
         line, fold = 4 * sum(unit.width for unit in w.last), self.folds[region.side]
         products = []
         for unit in w.last:
-            piece = x if len(w.last) == 1 else g.view_2d(ctx, x, unit.width, graphs.n_rows, line, 4 * unit.start)
-            products.append(g.mul_mat(ctx, unit.tensor, piece))
+            products.append(g.mul_mat(ctx, unit.tensor, self._piece(x, unit, line) if len(w.last) > 1 else x))
         if w.last_bias is not None:  # on the rank that holds the first unit, whose product it joins
             products[0] = g.add(ctx, products[0], w.last_bias)
         slots = graphs.exchange.slots
@@ -225,6 +224,11 @@ class LayerGraphs:
         graphs.end_graph(*self._first, *results)
         self._first, graphs.before = [], fold
         return h
+
+    def _piece(self, x: Pointer, unit: Unit, line: int) -> Pointer:
+        """The columns of x that a unit multiplies. Repacked kernels take four rows at a time, with no gaps between."""
+        piece = self.ggml.view_2d(self.context, x, unit.width, self.graphs.n_rows, line, 4 * unit.start)
+        return self.ggml.cont(self.context, piece) if unit.repacked and self.graphs.n_rows > 1 else piece
 
     def _by_head(self, heads: Any, region: Attention) -> list[Pointer]:
         """Queries and keys as [head_dim, heads, rows]; values as they are."""

@@ -47,7 +47,7 @@ class _Step:
         local, arena = decoder.local, Arena(decoder.ggml)
         layers = layers_of(local)
         width = local.num_attention_heads * local.head_dim
-        sizes = (local.hidden_size, width, decoder.n_slots, decoder.n_logits)
+        sizes = (local.hidden_size, width, decoder.n_slots, decoder.n_logits, decoder.n_head_rows)
         self.exchange = e = Exchange(arena, rows_of(shape), *sizes, every)
         self._graphs = graphs = StepGraphs(arena, local, e, 2 + sum(map(len, layers)), joined)
         if decoder.embedding is not None:
@@ -57,7 +57,7 @@ class _Step:
             for region in regions:
                 region.run(ops, graphs.inputs.x)
         graphs.end(decoder.norm, decoder.head)
-        backend = Backend(arena, decoder.threads)
+        backend = Backend(arena, decoder.threads, reference=decoder.batch_invariant or not decoder.repacked)
         self._compute, self._backend = decoder.ggml.backend_graph_plan_compute, backend.pointer
         plans = backend.plan(arena, graphs.graphs)
         self._embeds = plans.pop(0) if decoder.embedding is not None and not joined else None

@@ -16,6 +16,7 @@ from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
 from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.packed.library import Pointer
 from hostring.integrations.llm.packed.memory import F32, Arena
+from hostring.integrations.llm.packed.repack import ROWS_STEP, Repacker
 from hostring.shipping.extents import Extent
 
 FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32")
@@ -29,11 +30,12 @@ MAX_PRODUCT_ERROR = 0.05
 @dataclass(frozen=True)
 class Unit:
     """The columns of one unit of a matrix as a contiguous matrix, [width, rows]; `start` is its first column on this
-    rank."""
+    rank, and `repacked` says that its rows are laid out anew."""
 
     tensor: Pointer
     start: int
     width: int
+    repacked: bool
 
 
 class PackedWeights:
@@ -43,6 +45,7 @@ class PackedWeights:
         arena: owns what is made here.
         files: the mapped files of the model, which `arena` keeps alive.
         tensors: where each tensor lies.
+        repacked: formats that are laid out anew, see `Repacker`.
         read: told which bytes are read, before they are.
 
     Attributes:
@@ -55,12 +58,14 @@ class PackedWeights:
         files: Sequence[npt.NDArray[np.uint8]],
         tensors: dict[str, TensorInfo],
         n_cuts: int,
+        repacked: frozenset[GGMLQuantizationType] = frozenset(),
         read: Callable[[Iterable[Extent]], None] = lambda extents: None,
     ) -> None:
         self._arena, self._files, self._tensors, self._read = arena, files, tensors, read
         for data in files:
             arena.keep(data)
         self._context = arena.context(n_cuts)
+        self._repacked, self._repacker = repacked, Repacker(arena.ggml)
         self._buffers = [arena.buffer(data.ctypes.data, data.nbytes) for data in files]
         self.held: list[tuple[int, int, int]] = []
         self.copied_nbytes = 0
@@ -81,21 +86,38 @@ class PackedWeights:
             self._files[part][start : start + nbytes : mmap.PAGESIZE].sum()
 
     def rows(self, name: str, rows: range) -> Pointer:
-        """Rows of a matrix, where they lie in the file."""
+        """Rows of a matrix to multiply by: laid out anew, or where they lie in the file.
+
+        What is laid out anew has rows of zeros at its end, up to a multiple of `ROWS_STEP`.
+        """
         info = self._tensors[name]
-        width = info.shape[-1]
-        start = info.offset + rows.start * info.row_nbytes
-        self._read([Extent(info.part, start, len(rows) * info.row_nbytes)])
-        self.held.append((info.part, start, len(rows) * info.row_nbytes))
-        ggml = self._arena.ggml
-        tensor = ggml.new_tensor_2d(self._context, int(info.kind), width, len(rows))
-        return self._placed(tensor, info, start)
+        start, nbytes = info.offset + rows.start * info.row_nbytes, len(rows) * info.row_nbytes
+        if info.kind in self._repacked and rows:
+            self._read([Extent(info.part, start, nbytes)])
+            blocks = self._files[info.part][start : start + nbytes].reshape(len(rows), info.row_nbytes)
+            blocks = np.pad(blocks, ((0, -len(rows) % ROWS_STEP), (0, 0))) if len(rows) % ROWS_STEP else blocks
+            return self._laid_out(info, blocks, nbytes)
+        pointer = self._mapped_rows(info, rows)
+        self.held.append((info.part, start, nbytes))
+        return pointer
 
     def whole(self, name: str) -> Pointer:
-        """A matrix of which this rank reads single rows: it is not counted as held."""
-        pointer = self.rows(name, range(self._tensors[name].shape[0]))
-        self.held.pop()
-        return pointer
+        """A matrix of which this rank reads single rows, where it lies in the file: it is not counted as held."""
+        info = self._tensors[name]
+        return self._mapped_rows(info, range(info.shape[0]))
+
+    def _mapped_rows(self, info: TensorInfo, rows: range) -> Pointer:
+        start = info.offset + rows.start * info.row_nbytes
+        self._read([Extent(info.part, start, len(rows) * info.row_nbytes)])
+        tensor = self._arena.ggml.new_tensor_2d(self._context, int(info.kind), info.shape[-1], len(rows))
+        return self._placed(tensor, info, start)
+
+    def _laid_out(self, info: TensorInfo, blocks: npt.NDArray[np.uint8], nbytes: int) -> Pointer:
+        """`nbytes`: of the file."""
+        tensor = self._repacker.place(self._arena, self._context, int(info.kind), blocks)
+        assert tensor is not None, "check_formats has tried this format"
+        self.copied_nbytes += nbytes
+        return tensor
 
     def vector(self, name: str, elements: range | None = None) -> Pointer:
         """Elements of a vector.
@@ -144,12 +166,17 @@ class PackedWeights:
             start, line = unit.start // block * block_nbytes, len(unit) // block * block_nbytes
             rows = range(n_rows)
             self._read([Extent.of_matrix(info.part, info.offset, info.row_nbytes, rows, start, start + line)])
-            copy = self._arena.array((n_rows, line), np.uint8)
-            np.copyto(copy, whole[:, start : start + line])
-            self.copied_nbytes += copy.nbytes
-            tensor = self._arena.ggml.new_tensor_2d(self._context, int(info.kind), len(unit), n_rows)
-            found.append(Unit(self._arena.place(tensor, copy), unit.start - units[0].start, len(unit)))
+            repacked, columns = info.kind in self._repacked and n_rows % ROWS_STEP == 0, whole[:, start : start + line]
+            tensor = self._laid_out(info, columns, columns.size) if repacked else self._copied(info, columns, len(unit))
+            found.append(Unit(tensor, unit.start - units[0].start, len(unit), repacked))
         return found
+
+    def _copied(self, info: TensorInfo, columns: npt.NDArray[np.uint8], width: int) -> Pointer:
+        copy = self._arena.array(columns.shape, np.uint8)
+        np.copyto(copy, columns)
+        self.copied_nbytes += copy.nbytes
+        tensor = self._arena.ggml.new_tensor_2d(self._context, int(info.kind), width, len(columns))
+        return self._arena.place(tensor, copy)
 
 
 def column_unit(tensors: dict[str, TensorInfo], names: Sequence[str]) -> int:
