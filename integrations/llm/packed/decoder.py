@@ -77,7 +77,7 @@ class PackedDecoder:
         n_layers = self.config.num_hidden_layers
         n_cuts = 3 + n_layers * (MAX_CUTS_PER_LAYER + 2 * len(units.columns))
         read = checkpoint.source.read
-        self._weights = PackedWeights(self.arena, files, checkpoint.tensors, n_cuts, self.repacked, read)
+        self._weights = PackedWeights(self.arena, checkpoint.mapped, checkpoint.tensors, n_cuts, self.repacked, read)
         self._tensors, self.units = checkpoint.tensors, units
         per_rank = {"attention": units.groups_per_rank(plan), "mlp": units.columns_per_rank(plan)}
         self.folds = {side: self._fold(shares) for side, shares in per_rank.items()}

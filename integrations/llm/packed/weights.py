@@ -43,7 +43,7 @@ class PackedWeights:
 
     Args:
         arena: owns what is made here.
-        files: the mapped files of the model, which `arena` keeps alive.
+        mapped: the files of the model, which `arena` keeps alive.
         tensors: where each tensor lies.
         repacked: formats that are laid out anew, see `Repacker`.
         read: told which bytes are read, before they are.
@@ -55,13 +55,14 @@ class PackedWeights:
     def __init__(
         self,
         arena: Arena,
-        files: Sequence[npt.NDArray[np.uint8]],
+        mapped: Sequence[mmap.mmap],
         tensors: dict[str, TensorInfo],
         n_cuts: int,
         repacked: frozenset[GGMLQuantizationType] = frozenset(),
         read: Callable[[Iterable[Extent]], None] = lambda extents: None,
     ) -> None:
-        self._arena, self._files, self._tensors, self._read = arena, files, tensors, read
+        self._arena, self._mapped, self._tensors, self._read = arena, mapped, tensors, read
+        self._files = files = [np.frombuffer(file, np.uint8) for file in mapped]
         for data in files:
             arena.keep(data)
         self._context = arena.context(n_cuts)
@@ -96,7 +97,9 @@ class PackedWeights:
             self._read([Extent(info.part, start, nbytes)])
             blocks = self._files[info.part][start : start + nbytes].reshape(len(rows), info.row_nbytes)
             blocks = np.pad(blocks, ((0, -len(rows) % ROWS_STEP), (0, 0))) if len(rows) % ROWS_STEP else blocks
-            return self._laid_out(info, blocks, nbytes)
+            tensor = self._laid_out(info, blocks, nbytes)
+            self._forget(info.part, start, nbytes)
+            return tensor
         pointer = self._mapped_rows(info, rows)
         self.held.append((info.part, start, nbytes))
         return pointer
@@ -169,7 +172,14 @@ class PackedWeights:
             repacked, columns = info.kind in self._repacked and n_rows % ROWS_STEP == 0, whole[:, start : start + line]
             tensor = self._laid_out(info, columns, columns.size) if repacked else self._copied(info, columns, len(unit))
             found.append(Unit(tensor, unit.start - units[0].start, len(unit), repacked))
+        self._forget(info.part, info.offset, n_rows * info.row_nbytes)
         return found
+
+    def _forget(self, part: int, start: int, nbytes: int) -> None:
+        """Give back the memory that whole pages of a file take in this process: what they hold has been copied."""
+        first, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if stop > first:
+            self._mapped[part].madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def _copied(self, info: TensorInfo, columns: npt.NDArray[np.uint8], width: int) -> Pointer:
         copy = self._arena.array(columns.shape, np.uint8)
