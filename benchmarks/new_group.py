@@ -55,6 +55,7 @@ def work(options: argparse.Namespace) -> None:
             dist.barrier()
             for group in groups:
                 dist.destroy_process_group(group)
+            del group, groups  # what gloo leaves takes 0.3 s to end, which is not to count for the next backend
     if rank == 0:
         _show(options.groups, seconds, cpu, counts)
     dist.barrier()
