@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from hostring.command_line import need
+from hostring.launch.silence import watch_by_default
 
 _TIMEOUT_HELP = "Seconds for start-up and for each collective."
 _LLM = "hostring.integrations.llm"
@@ -147,7 +148,7 @@ def demo(
     options = dict(locals())
     from hostring.topologies.rules import check_order
 
-    _need_model_packages("demo")
+    _prepare("demo")
     check_order(topology, _order(topology))
     _check_folder(json_file)
     result = _load("demo.start").demo(_job(options, controls=not chat if controls is None else controls))
@@ -194,7 +195,7 @@ def generate(
     options = dict(locals())
     import hostring
 
-    _need_model_packages("generate")
+    _prepare("generate")
     _check_folder(json_file)
     with hostring.init(topology=topology, order=_order(topology), timeout=timeout) as comm:
         job = _job(options, ranks=comm.world_size, device=None, timeout=comm.timeout)
@@ -214,10 +215,11 @@ def _check_folder(json_file: Path | None) -> None:
         raise FileNotFoundError(f"--json {json_file}: there is no directory {json_file.parent}; make it first")
 
 
-def _need_model_packages(command: str) -> None:
+def _prepare(command: str) -> None:
     """Before any process starts or waits for another."""
     for package in _PACKAGES:
         need(package, "llm", f"hostring {command}")
+    watch_by_default()
 
 
 def _load(name: str) -> Any:

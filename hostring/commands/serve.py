@@ -13,6 +13,7 @@ import typer
 
 from hostring.command_line import need
 from hostring.commands.cluster import TokenFile
+from hostring.launch.silence import watch_by_default
 
 _SERVE = "hostring.integrations.llm.serve"
 _LLM_PACKAGES = ("torch", "safetensors", "tokenizers", "jinja2", "gguf")  # what the extra `llm` brings
@@ -154,6 +155,7 @@ def _run(options: dict[str, Any]) -> None:
 
     machines, local = options["machines"], options["local"]
     _need_packages()
+    watch_by_default()
     if machines is not None and local is not None:
         raise ValueError("--machines is one rank on each of several machines, --local several on this one; give one")
     if machines is not None:

@@ -178,7 +178,7 @@ class Control:
             mine: the call that failed, if it is known.
         """
         self.waiting = mine or self.waiting
-        if isinstance(failure, PeerLostError) and failure.rank in self._peers:
+        if self.cause is None and isinstance(failure, PeerLostError) and failure.rank in self._peers:
             peer = self._peers[failure.rank]
             self._listen_until(lambda: peer.gone is not None, SETTLE_SECONDS)
         self._listen(0)

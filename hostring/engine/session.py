@@ -187,6 +187,17 @@ class Session:
         self.control.farewell()
         self.group.close()
 
+    def lose(self, rank: int, reason: str) -> None:
+        """Fail the group: `rank` is lost. Calls under way on this rank end at once. Any thread may call this."""
+        with self._lock:
+            if self._released or self.closed is not None or self.control.cause is not None:
+                return
+            cause = PeerLostError(rank, reason)
+            self.control.flood(cause)
+        for link in self.group.data.values():  # a call that sleeps wakes up, and finds the cause
+            link.abort()
+        self.messenger.abort(cause)
+
     def abort(self, reason: str) -> None:
         """See `Comm.abort`."""
         with self._lock:

@@ -49,8 +49,7 @@ def split(
 
     return session.group.subgroup(
         f"{session.seq}.{color}",
-        ranks.index(session.rank),
-        len(ranks),
+        ranks,
         neighbours=neighbours(topology, order),
         contract=contract(topology, order, session.wire),
         exchange=exchange,

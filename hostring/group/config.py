@@ -14,6 +14,8 @@ from hostring.transports.addresses import split_address
 if TYPE_CHECKING:
     from hostring.group.ring_file import Ring
 
+MIN_SILENCE_S = 0.5  # less, and a busy machine loses ranks that are well
+
 
 @dataclass(frozen=True)
 class Config:
@@ -25,6 +27,7 @@ class Config:
         name: of the group, part of every key in the store.
         topology, order, wire, transport: as in `hostring.init`.
         timeout: seconds for start-up, and for an operation unless it says otherwise.
+        silence: seconds without a sign of life after which a rank counts as lost; None: nobody looks for signs.
         interface: which addresses to offer, see `hostring.transports.addresses.choose`.
         secret: shared by the group. Never logged.
         store_host, store_port: where the store is; None when the ranks meet in another way.
@@ -44,6 +47,7 @@ class Config:
     wire: str = "float32"
     transport: str = "auto"
     timeout: float = 120.0
+    silence: float | None = None
     interface: str | None = None
     secret: bytes = field(default=b"", repr=False)
     store_host: str | None = None
@@ -71,8 +75,8 @@ def from_environment(
     """Complete the caller's arguments from RING_CONFIG, else from the launcher's variables, else with a world of one.
 
     An argument wins over its variable: HOSTRING_TOPOLOGY, HOSTRING_ORDER, HOSTRING_WIRE, HOSTRING_TRANSPORT,
-    HOSTRING_TIMEOUT. None, and "auto" for topology and transport, leave the choice to the variable. HOSTRING_SECRET and
-    HOSTRING_INTERFACE have no argument.
+    HOSTRING_TIMEOUT. None, and "auto" for topology and transport, leave the choice to the variable. HOSTRING_SECRET,
+    HOSTRING_INTERFACE and HOSTRING_SILENCE have no argument.
 
     Raises:
         ValueError: something is missing, ill-formed or contradictory; names the variable, or the file and key.
@@ -83,6 +87,7 @@ def from_environment(
         "wire": _chosen(wire, environ, "HOSTRING_WIRE", "float32"),
         "transport": _chosen(transport, environ, "HOSTRING_TRANSPORT", "auto"),
         "timeout": _seconds(timeout, environ),
+        "silence": _silence(environ),
         "interface": environ.get("HOSTRING_INTERFACE", "").strip() or None,
         "secret": environ.get("HOSTRING_SECRET", "").encode("utf-8", "surrogateescape"),  # the bytes in every locale
     }
@@ -176,6 +181,19 @@ def _chosen(argument: str | None, environ: Mapping[str, str], variable: str, def
     if argument is not None and argument != "auto":
         return argument
     return environ.get(variable, "").strip() or argument or default
+
+
+def _silence(environ: Mapping[str, str]) -> float | None:
+    text = environ.get("HOSTRING_SILENCE", "").strip() or "0"
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ValueError(f"HOSTRING_SILENCE={text!r} is not a number of seconds") from None
+    if seconds and not MIN_SILENCE_S <= seconds < math.inf:
+        raise ValueError(
+            f"HOSTRING_SILENCE={text}: at least {MIN_SILENCE_S:g} seconds, or 0 to look for no signs of life"
+        )
+    return seconds or None
 
 
 def _seconds(argument: float | None, environ: Mapping[str, str]) -> float:

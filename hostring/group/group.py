@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hostring.group.config import Config
+from hostring.group.heartbeat import Heartbeat, Loses
 from hostring.group.linking import make_links
 from hostring.group.peer_info import PeerInfo
 from hostring.group.peers import Exchange, Neighbours, Peers, from_ring, from_store
@@ -160,6 +161,8 @@ class Group:
         hosts: addresses of this host at which the others can reach it, best first.
         config: how it was formed.
         generation: how often a rebuild was tried.
+        heartbeat: signs of life among the ranks of this group, or of the one that it was split from, in which each rank
+            here has its number of `numbers`.
     """
 
     rank: int
@@ -175,6 +178,8 @@ class Group:
     hosts: list[str] = field(default_factory=list)
     generation: int = 0
     config: Config = field(default_factory=Config, repr=False)
+    heartbeat: Heartbeat | None = field(default=None, repr=False)
+    numbers: list[int] = field(default_factory=list)
     _leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     _linked: bool = True
 
@@ -183,11 +188,19 @@ class Group:
         """All links of all kinds."""
         return [*self.data.values(), *self.control.values(), *self.p2p.values()]
 
+    def watch(self, session: Loses) -> None:
+        """Tell `session`, which uses these links, of ranks that give no sign of life, if the configuration says so."""
+        silent_s = self.config.silence
+        if self.heartbeat is None and silent_s and self.store is not None and self.world_size > 1:
+            self.heartbeat = Heartbeat(self.store, f"{self.name}/{self.epoch}", self.rank, self.world_size, silent_s)
+            self.on_close(self.heartbeat.stop)
+        if self.heartbeat is not None:
+            self.heartbeat.watch(session, self.numbers or range(self.world_size))
+
     def subgroup(
         self,
         name: str,
-        rank: int,
-        world_size: int,
+        ranks: Sequence[int],
         *,
         neighbours: Neighbours,
         contract: Mapping[str, Any],
@@ -197,17 +210,17 @@ class Group:
 
         Args:
             name: the same on all its ranks, and of no other subgroup.
-            rank: this rank's number in the subgroup.
-            world_size: of the subgroup.
+            ranks: those of the subgroup, in its order.
             neighbours: as in `connect`, in the subgroup's numbers.
             contract: as in `connect`.
             exchange: gathers bytes from all ranks of the subgroup, over this group's links. Called exactly once.
         """
         full_name = f"{self.name}/{name}"
-        config = replace(
-            self.config, rank=rank, world_size=world_size, name=full_name, secret=self.secret, store=None, ring=None
-        )
-        return connect(config, neighbours=neighbours, contract=contract, exchange=exchange, hosts=self.hosts)
+        place = replace(self.config, rank=ranks.index(self.rank), world_size=len(ranks), name=full_name)
+        config = replace(place, secret=self.secret, store=None, ring=None)
+        group = connect(config, neighbours=neighbours, contract=contract, exchange=exchange, hosts=self.hosts)
+        group.heartbeat, group.numbers = self.heartbeat, [self.numbers[r] if self.numbers else r for r in ranks]
+        return group
 
     def check_store(self) -> Store:
         """Raises: ValueError, when this group has no store and can't be rebuilt."""
@@ -243,6 +256,8 @@ class Group:
         for link in self.links:
             link.close()
         self._linked = False
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
         group = _reconnect(self.config, store, new, neighbours, contract, deadline)
         group.on_close(self._leave.pop_all().close)
         return group

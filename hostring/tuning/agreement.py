@@ -40,6 +40,7 @@ def open_session(group: Group, topology: str, order: str, wire: str, timeout: fl
     session = Session(group, topology=topology, order=order, wire=wire, timeout=timeout)
     try:
         agree(session)
+        group.watch(session)
     except BaseException as exc:
         session.abort(f"it could not start: {exc}")
         raise

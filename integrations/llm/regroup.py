@@ -17,6 +17,7 @@ from hostring import (
     RendezvousError,
 )
 from hostring.integrations.llm.request import HEAD_RANK
+from hostring.launch.silence import is_silence
 
 _NOT_RECOVERABLE = (CollectiveMismatch, GroupClosedError, HandshakeError, ProtocolError)
 
@@ -28,7 +29,8 @@ def recoverable(exc: HostringError) -> bool:
     """A rank was lost that may come back: any but the head, which comes back only from behind a cut cable."""
     if exc.rank is None or isinstance(exc, _NOT_RECOVERABLE):
         return False
-    return exc.rank != HEAD_RANK or any(words in reason(exc) for words in _NO_ANSWER)
+    why = reason(exc)
+    return exc.rank != HEAD_RANK or is_silence(why) or any(words in why for words in _NO_ANSWER)
 
 
 def regrouped(comm: Comm, lost: HostringError, patience: float) -> Comm:

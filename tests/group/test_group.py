@@ -108,9 +108,7 @@ def test_subgroups_have_links_of_their_own(transport: str) -> None:
             board.set(f"{colour}/{r}", payload)
             return [board.get(f"{colour}/{m}", 10.0) for m in members]
 
-        return groups[r].subgroup(
-            str(colour), members.index(r), len(members), neighbours=everyone, contract=CONTRACT, exchange=gather
-        )
+        return groups[r].subgroup(str(colour), members, neighbours=everyone, contract=CONTRACT, exchange=gather)
 
     parts = side_by_side([lambda r=r: split(r) for r in range(5)])
     for r, part in enumerate(parts):
@@ -135,7 +133,7 @@ def test_a_subgroup_of_one_still_takes_part_in_the_gathering() -> None:
         gathered.append(payload)
         return [payload]
 
-    alone = groups[0].subgroup("solo", 0, 1, neighbours=everyone, contract=CONTRACT, exchange=gather)
+    alone = groups[0].subgroup("solo", [0], neighbours=everyone, contract=CONTRACT, exchange=gather)
     assert (alone.world_size, alone.links, len(gathered)) == (1, [], 1)
     close_all([alone, *groups])
 

@@ -22,6 +22,7 @@ from running import Running
 import hostring
 from hostring.integrations.llm import Sampling, load_model
 from hostring.integrations.llm.demo.job import BUNDLED
+from hostring.launch.silence import DEFAULT_SILENCE_S
 
 pytestmark = pytest.mark.faults
 
@@ -122,12 +123,12 @@ def test_a_killed_rank_is_named_and_the_next_prompt_is_answered(
 def test_a_stopped_rank_is_ended_and_started_again(
     run: Callable[..., Running], answers: list[tuple[list[int], str]], tmp_path: Path
 ) -> None:
-    file, timeout = tmp_path / "out.json", 5.0
-    args = ("--no-controls", "--max-tokens", str(MANY), "--json", str(file), "--timeout", str(timeout))
+    file = tmp_path / "out.json"
+    args = ("--no-controls", "--max-tokens", str(MANY), "--json", str(file))
     demo = run("demo", "--ranks", "3", *GREEDY, *args, *[arg for prompt in PROMPTS for arg in ("--prompt", prompt)])
     demo.wait_for(in_mid_answer)
     stopped = demo.rank(1)
-    assert lose(demo, 1, signal.SIGSTOP) < timeout + NOTICED
+    assert lose(demo, 1, signal.SIGSTOP) < float(DEFAULT_SILENCE_S) + NOTICED
     assert demo.end() == 1, demo.shown()
     check_answers(json.loads(file.read_text(encoding="utf-8")), answers, 1)
     assert not Path(f"/proc/{stopped}").exists()

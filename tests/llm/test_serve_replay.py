@@ -19,6 +19,7 @@ from serving_ranks import DEADLINE_S, ask
 import hostring
 from hostring.integrations.llm import Sampling, load_model
 from hostring.integrations.llm.demo.job import BUNDLED
+from hostring.launch.silence import DEFAULT_SILENCE_S
 
 pytestmark = pytest.mark.faults
 
@@ -120,14 +121,18 @@ def test_a_killed_rank_is_named_and_the_text_goes_on(
 
 
 @pytest.mark.slow
-def test_a_stopped_stage_is_named_and_the_text_goes_on(serve: Callable[..., Running]) -> None:
-    """A rank that stands still is noticed after --timeout."""
-    timeout = 3.0
-    server = serve("--local", "3", "--plan", "pp=3", "--timeout", str(timeout))
-    stream = Stream(server, "In the beginning")
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("stopped", [1, 2])
+def test_a_stopped_stage_is_named_and_the_text_goes_on(serve: Callable[..., Running], stopped: int, phase: str) -> None:
+    """A rank that stands still gives no sign of life."""
+    server = serve("--local", "3", "--plan", "pp=3")
+    prompt, tokens = (LONG, 40) if phase == "prefill" else ("In the beginning", TOKENS)
+    stream = Stream(server, prompt, max_tokens=tokens)
     until = time.monotonic() + DEADLINE_S
-    while len(stream.text) < 40:
+    while phase == "decode" and len(stream.text) < 40:
         assert time.monotonic() < until, server.shown()
         time.sleep(0.005)
-    assert lose(server, 1, signal.SIGSTOP) < timeout + NOTICED_S
-    assert stream.end() == alone("In the beginning")
+    seconds = lose(server, stopped, signal.SIGSTOP)
+    print(f"rank {stopped} stopped in {phase}: named after {seconds:.2f} s")
+    assert seconds < float(DEFAULT_SILENCE_S) + NOTICED_S
+    assert stream.end() == alone(prompt, tokens)

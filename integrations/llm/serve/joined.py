@@ -9,6 +9,7 @@ import sys
 
 from hostring import HostringError, init
 from hostring.integrations.llm.serve.options import ServeOptions
+from hostring.launch.silence import watch_by_default
 
 _TASK = "HOSTRING_SERVE"
 
@@ -17,6 +18,7 @@ def joined_main() -> None:
     """Serve as one rank, with what the head says and sends."""
     told = json.loads(os.environ.pop(_TASK))
     options = ServeOptions.from_json(told["options"])
+    watch_by_default()
     try:
         _serve(options, told["device"])
     except (HostringError, ValueError, OSError) as exc:
