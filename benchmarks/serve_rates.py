@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each stream")
     parser.add_argument(
-        "--prompt-words", type=int, default=1800, help="of the long prompt; a token each, or a little more"
+        "--prompt-words", type=int, default=820, help="of the long prompt, of which each second one is a number"
     )
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     given, serve = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]

@@ -81,7 +81,7 @@ def model(
     budgets, told = (importlib.import_module(f"{_PLANNING}.{name}") for name in ("budget", "document"))
     options["path"] = importlib.import_module(f"{_CHECKPOINT}.repository").find_model(options["path"])
     choice = _plan(options)
-    said, ways = _prices(options)
+    said, ways = _prices(options, choice)
     budget = None
     if tokens_per_s is not None:
         known = choice.problem.collective_s or (None if collective_us is None else 1e-6 * collective_us)
@@ -111,18 +111,19 @@ def _plan(options: dict[str, Any]) -> Any:
     )
 
 
-def _prices(options: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+def _prices(options: dict[str, Any], choice: Any) -> tuple[list[str], dict[str, Any]]:
     """What other ways would cost, in words and as plain values; nothing without --context."""
     ranks = options["ranks"]
     if options["context"] is None:
         return [], {}
-    if ranks == "live":
-        raise ValueError("--context needs ranks that are known: write --json FILE first, then give --ranks FILE")
     ask, priced = (importlib.import_module(f"{_PLANNING}.{name}") for name in ("ask", "prices"))
-    same = {name: options[name] for name in ("compute", "dtype", "memory")}
-    known = ask.described(options["path"], int(ranks) if ranks.isdecimal() else ranks, **same)
-    how = {"collective_us": options["collective_us"], "link_price": _link_price}
-    asked = ask.asked_for(known, options["phase"], options["context"], **how)
+    if ranks == "live":
+        asked = ask.asked_after(choice, options["context"])
+    else:
+        same = {name: options[name] for name in ("compute", "dtype", "memory")}
+        known = ask.described(options["path"], int(ranks) if ranks.isdecimal() else ranks, **same)
+        how = {"collective_us": options["collective_us"], "link_price": _link_price}
+        asked = ask.asked_for(known, options["phase"], options["context"], **how)
     found = priced.ways(asked)
     return list(priced.lines(asked, found)), {"ways": priced.as_json(found)}
 

@@ -18,12 +18,14 @@ import hostring
 from hostring.integrations.llm.demo.job import BUNDLED, Job
 from hostring.integrations.llm.demo.planned import plan_together
 from hostring.integrations.llm.planning import few_layers, fit, live, probe
+from hostring.integrations.llm.planning.ask import asked_after
 from hostring.integrations.llm.planning.document import bound_of, document
 from hostring.integrations.llm.planning.fit import Need, check_fit
 from hostring.integrations.llm.planning.footprint import Way
 from hostring.integrations.llm.planning.live import Links, plan_live
 from hostring.integrations.llm.planning.memory_pool import cgroups_left, find_pool, last_cache_nbytes, machine_left
 from hostring.integrations.llm.planning.model_file import read_model_file
+from hostring.integrations.llm.planning.prices import ways
 from hostring.integrations.llm.planning.ranks import Line, PhaseCost, RankSpec, read_ranks
 
 Ranks = Callable[..., list[Any]]
@@ -54,6 +56,19 @@ def test_a_rank_knows_its_speed_in_both_phases_and_its_memory() -> None:
     assert spec.memory_nbytes is None or spec.memory_nbytes > 1 << 20
     assert 0 < spec.duty <= 1
     assert RankSpec.from_json(json.loads(json.dumps(spec.as_json()))) == spec
+
+
+def test_ways_are_priced_for_the_ranks_that_were_probed(run_ranks: Ranks) -> None:
+    for choice in run_ranks(3, lambda comm: plan_live(comm, BUNDLED)):
+        asked = asked_after(choice, 200)
+        assert len(asked.ranks) == 3  # those that were left out too
+        assert asked.price(3, 4) == choice.collective_s((0, 1, 2)) > 0
+        assert asked.price(1, 4) == 0
+        kinds = {way.name.partition("=")[0]: way.seconds for way in ways(asked) if not way.why_not}
+        assert {"one node", "tp", "pp"} == set(kinds)
+        assert all(0 < seconds < 60 for seconds in kinds.values())
+    with pytest.raises(ValueError, match="--phase decode"):
+        asked_after(replace(choice, problem=replace(choice.problem, phase="prefill")), 200)
 
 
 def test_of_a_wide_model_only_a_part_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:

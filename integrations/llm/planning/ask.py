@@ -93,6 +93,22 @@ def asked_for(
     return Asked(known.model, known.ranks, phase, context, lambda n_ranks, nbytes: seconds)
 
 
+def asked_after(choice: Choice, context: int) -> Asked:
+    """The same of ranks that were probed, and whose reductions of one row were measured.
+
+    Raises:
+        ValueError: a prompt is asked for, whose reductions have many rows.
+    """
+    problem = choice.problem
+    if problem.phase != "decode":
+        raise ValueError(
+            "--context with --ranks live measures reductions of one row: ask for --phase decode, or write --json FILE, "
+            'give it "links", and give --ranks FILE'
+        )
+    price = cache(lambda n_ranks, nbytes: choice.collective_s(tuple(range(n_ranks))))
+    return Asked(problem.model, choice.offered, problem.phase, context, price)
+
+
 def _compute(model: ModelFile, compute: str) -> str:
     if compute == "auto":
         return "packed" if model.units is not None else "exact"

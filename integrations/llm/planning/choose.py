@@ -35,6 +35,7 @@ class Choice:
         left_out: the others.
         timed: speeds are known, so that seconds are seconds.
         alone: the fastest rank that holds the whole model by itself, and its seconds per token; None where none can.
+        offered: all ranks that there are. collective_s: of one reduction among some of them.
     """
 
     problem: Problem
@@ -43,6 +44,8 @@ class Choice:
     left_out: tuple[LeftOut, ...]
     timed: bool
     alone: tuple[int, float] | None
+    offered: Sequence[RankSpec]
+    collective_s: CollectiveTime
 
     def other_phase(self, phase: Phase) -> Solution:
         """What the same shares cost in a phase."""
@@ -88,7 +91,8 @@ def choose(
         (problem, solution), left_out = attempt(everyone), ()
     gone = {one.rank for one in left_out}
     kept = tuple(r for r in everyone if r not in gone)
-    return Choice(problem, solution, kept, left_out, timed, _fastest_alone(everyone, attempt) if timed else None)
+    alone = _fastest_alone(everyone, attempt) if timed else None
+    return Choice(problem, solution, kept, left_out, timed, alone, ranks, collective_s)
 
 
 def _known(spec: RankSpec, phase: Phase) -> bool:
