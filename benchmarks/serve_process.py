@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -82,17 +83,25 @@ class Server:
             time.sleep(0.05)
         return False
 
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to the process of a rank."""
+        for process in _children(self.process.pid):
+            with contextlib.suppress(OSError):  # it has ended
+                if f"RANK={rank}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(process.name), number)
+
     def taken(self) -> Taken:
         rss = descriptors = threads = 0
         for process in _children(self.process.pid):
-            status = dict(
-                line.split(":", 1)
-                for line in (process / "status").read_text(encoding="utf-8").splitlines()
-                if ":" in line
-            )
-            rss += int(status["VmRSS"].split()[0]) * 1024
-            threads += int(status["Threads"])
-            descriptors += len(os.listdir(process / "fd"))
+            with contextlib.suppress(OSError, KeyError):  # it has just been killed
+                status = dict(
+                    line.split(":", 1)
+                    for line in (process / "status").read_text(encoding="utf-8").splitlines()
+                    if ":" in line
+                )
+                rss += int(status["VmRSS"].split()[0]) * 1024
+                threads += int(status["Threads"])
+                descriptors += len(os.listdir(process / "fd"))
         kv = sum(value for name, value in self.metrics().items() if "held_bytes" in name and 'of="kv"' in name)
         return Taken(rss, descriptors, threads, kv)
 
