@@ -152,31 +152,33 @@ class Engine:
         binding.seq = seq
         for header in binding.headers:
             _set_seq(header, SEQ_OFFSET, seq)
-        folding = waiting = longest = 0.0
+        folding = waiting = moving = longest = 0.0
         sent, received, late = 0, 0, -1
         for stage in program.stages:
+            begun = perf_counter()
             nbytes, unsent = _send(stage, b)
             sent += nbytes
-            done = 0
+            done, aside = 0, 0.0
             if stage.incoming or unsent:
                 exchange = Exchange(
                     self._control, self.patience, program, stage, b, stage.incoming, unsent, started, timeout
                 )
                 exchange.run()
-                waiting += exchange.waited
+                waiting, folding = waiting + exchange.waited, folding + exchange.folded
                 longest, late = max((longest, late), (exchange.longest, exchange.latest))
-                done = exchange.steps_done
+                done, aside = exchange.steps_done, exchange.waited + exchange.folded
                 received += sum([i.size - HEADER_BYTES for i in stage.incoming])
+            moved = perf_counter()
+            moving += moved - begun - aside
             if done < len(stage.steps):
-                before = perf_counter()
                 for step in stage.steps[done:]:
                     step.run(b)
-                folding += perf_counter() - before
+                folding += perf_counter() - moved
         seconds = self._seconds
         seconds[FOLD] += folding
         seconds[WAIT] += waiting
+        seconds[TRANSFER] += moving
         now = perf_counter()
-        seconds[TRANSFER] += now - started - folding - waiting
         self._record((program.subject, seq, started, now, waiting, folding, late, (sent, received)))
         binding.runs += 1
         if binding.changed:

@@ -40,7 +40,7 @@ class Exchange:
 
     Attributes:
         fold_early: fold and convert what is complete while the rest is on its way.
-        waited: seconds in which nothing came.
+        waited: seconds in which nothing came. folded: seconds of converting and folding what had come.
         late: whom it waits for, or waited for last; -1 when it did not. longest: of those, its longest wait in seconds.
         latest: whom it waited for so long.
         steps_done: how many of the stage's steps were folded.
@@ -57,6 +57,7 @@ class Exchange:
     timeout: float
     fold_early: bool = True
     waited: float = 0.0
+    folded: float = 0.0
     late: int = -1
     longest: float = 0.0
     latest: int = -1
@@ -102,11 +103,15 @@ class Exchange:
                 if i.done:
                     done = True
                     if i.side is not None and self.fold_early:
+                        begun = perf_counter()
                         i.convert(self.b)
+                        self.folded += perf_counter() - begun
         if done:
             self.pending = [i for i in self.pending if not i.done]
             if self.pending and self.fold_early:
+                begun = perf_counter()
                 self._fold_ready()
+                self.folded += perf_counter() - begun
         return progress
 
     def _send(self) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from oracle import as_library, force, rank_distinct
 
 from hostring.arrays.dtypes import BY_NAME
-from hostring.engine.frames import HEADER_BYTES
+from hostring.engine.frames import HEADER_BYTES, SEQ
 
 TOPOLOGIES = [("mesh", "rank"), ("ring", "rank"), ("ring", "ring"), ("star", "rank"), ("tree", "tree")]
 everywhere = pytest.mark.parametrize(("topology", "order"), TOPOLOGIES)
@@ -53,6 +53,28 @@ def test_two_shot_sends_exactly_two_parts_in_n_of_the_buffer(run_ranks, world_si
     for count in run_ranks(world_size, body, order=order):
         assert count["payload_sent"] == count["payload_received"] == 2 * (world_size - 1) * 4 * n_elements // world_size
         assert {link["payload_sent"] for link in count["links"].values()} == {2 * 4 * n_elements // world_size}
+
+
+def test_transfer_is_measured_and_not_what_remains_of_a_call(run_ranks, monkeypatch):
+    """Time that a call spends on something else, here on its headers, is not counted as transfer."""
+    spent, calls = 0.05, 4
+
+    def slowed(*args):
+        time.sleep(spent)
+        SEQ.pack_into(*args)
+
+    monkeypatch.setattr("hostring.engine.engine._set_seq", slowed)
+
+    def body(comm):
+        x = np.ones(100_000, np.float32)
+        comm.all_reduce(x)
+        before = comm.counters.snapshot()["seconds"]["transfer"]
+        for _ in range(calls):
+            comm.all_reduce(x)
+        return comm.counters.snapshot()["seconds"]["transfer"] - before
+
+    for transfer in run_ranks(3, body, topology="ring", order="ring"):
+        assert 0 < transfer < spent * calls
 
 
 def test_large_all_reduces_on_a_mesh_send_two_parts_in_n_by_themselves(run_ranks):
