@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hostring.integrations.llm.demo.job import BUNDLED, Job, make_job
-from hostring.integrations.llm.demo.verdict import faults, statement
+from hostring.integrations.llm.demo.verdict import faults, prompt_statement, statement
 
 LAYERS, HIDDEN = (
     json.loads((BUNDLED / "config.json").read_text(encoding="utf-8"))[k] for k in ("num_hidden_layers", "hidden_size")
@@ -208,6 +208,18 @@ def test_the_statement_says_who_wins() -> None:
     assert "wins here, it is 1.50 times as fast" in statement({**RUN, "decode_tokens_per_s": 300.0})
     assert "neither" in statement({**RUN, "decode_tokens_per_s": 201.0})
     assert statement({**RUN, "controls": {}}) == ""
+
+
+def test_a_prompt_that_another_rank_reads_is_judged_by_the_first_token() -> None:
+    runs = [{"rank": 0, "ttft_s": 0.1}, {"rank": 1, "ttft_s": 0.6}]
+    result = {"ttft_s": 0.3, "controls": {"one_rank": runs}}
+    won = prompt_statement(result, "prefill there", [1])
+    assert (
+        won == "first token after 300.0 ms, of rank 1 alone 600.0: prefill there wins here, it is 2.00 times as fast."
+    )
+    assert "loses here, it is 0.33 times as fast" in prompt_statement(result, "prefill there", [0, 1])
+    assert "neither" in prompt_statement({**result, "ttft_s": 0.59}, "prefill there", [1])
+    assert prompt_statement({**result, "controls": {}}, "prefill there", [1]) == ""
 
 
 COMMON: dict[str, Any] = {

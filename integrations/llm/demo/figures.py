@@ -11,7 +11,7 @@ from hostring.integrations.llm.demo.head import Head
 from hostring.integrations.llm.demo.job import BUNDLED, Job
 from hostring.integrations.llm.demo.rank_model import RankModel
 from hostring.integrations.llm.demo.turn import Turn
-from hostring.integrations.llm.demo.verdict import faults, statement
+from hostring.integrations.llm.demo.verdict import faults, prompt_statement, statement
 from hostring.integrations.llm.generation import Generation
 from hostring.integrations.llm.handover.roles import Roles
 from hostring.integrations.llm.pipeline.stages import StagePlan
@@ -77,10 +77,11 @@ def _of_turn(model: RankModel, controls: Controls, turn: Turn, generation: Gener
     }
     result |= _of_copies(job, [r["handover"] for r in reports])
     result["faults"] = faults(result)
-    result["statement"] = statement(
-        result | {"ranks": model.comm.world_size},
-        _split_in_words(job),
-    )
+    if job.roles or job.rows:
+        able = [job.roles[1]] if job.roles else range(model.comm.world_size)
+        result["statement"] = prompt_statement(result, _split_in_words(job), able)
+    else:
+        result["statement"] = statement(result | {"ranks": model.comm.world_size}, _split_in_words(job))
     return result
 
 

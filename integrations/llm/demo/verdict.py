@@ -79,6 +79,21 @@ def statement(result: dict[str, Any], split: str = "tensor parallelism") -> str:
     return said + f"{split} loses here, it is {ratio:.2f} times as fast. {_where(result['per_rank'])}".rstrip()
 
 
+def prompt_statement(result: dict[str, Any], split: str, alone: Sequence[int]) -> str:
+    """The same for ways that divide the prompt and not the decoding: the time to the first token, against the fastest
+    of the ranks `alone` that could do it all."""
+    runs = [run for run in result["controls"].get("one_rank", ()) if run["rank"] in alone and run["ttft_s"]]
+    if not runs or not result["ttft_s"]:
+        return ""
+    best = min(runs, key=lambda run: float(run["ttft_s"]))
+    ratio = best["ttft_s"] / result["ttft_s"]
+    ours, control = (f"{1e3 * run['ttft_s']:,.1f}" for run in (result, best))
+    said = f"first token after {ours} ms, of rank {best['rank']} alone {control}: "
+    if 0.95 < ratio < 1.05:
+        return said + f"{split} neither wins nor loses here."
+    return said + f"{split} {'wins' if ratio >= 1.05 else 'loses'} here, it is {ratio:.2f} times as fast."
+
+
 def _where(reports: list[dict[str, Any]]) -> str:
     """The share of the decode time that went into communication, on the rank where it is smallest. An accelerator
     can't tell."""
