@@ -58,7 +58,7 @@ def main() -> None:
     for world_size in options.ranks:
         for rank in range(world_size):
             command = [sys.executable, __file__, str(options.model), "--one", str(rank), str(world_size)]
-            one = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+            one = json.loads(subprocess.run(command, capture_output=True, check=True, encoding="utf-8").stdout)
             held, grown = one["held"], one["grown"]
             figures = [f"{held / MIB:.1f}", f"{held / size:.3f}", f"{1 / world_size:.3f}", f"{grown / MIB:.1f}"]
             table.add_row(str(world_size), str(rank), *figures, f"{grown / held:.2f}", f"{one['seconds']:.2f}")

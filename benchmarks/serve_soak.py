@@ -129,7 +129,8 @@ def faults(server: Server, soak: Soak, taken: list[Taken], must_match: bool) -> 
     return found
 
 
-def main() -> int:
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Ours, and those of `hostring serve`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--minutes", type=float, default=10.0)
@@ -140,7 +141,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--wrong", help="a file for the texts that were other ones, as JSON lines")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    given, serve = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
+    return parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
+
+
+def main() -> int:
+    given, serve = arguments()
     asked = varied_requests(given.requests, given.seed)
     with Server(given.model, "--local", str(given.ranks), *serve) as server:
         alone = [answer(server.url, one) for one in asked]

@@ -78,6 +78,7 @@ def init(
     wire: str | None = None,
     transport: str | None = None,
     timeout: float | None = None,
+    silence: float | None = None,
     store: Any = None,
     rejoin: bool | None = None,
     background: bool = False,
@@ -101,6 +102,8 @@ def init(
         transport: auto (shared memory within a host, TCP between hosts), tcp, unix, shm, or memory for ranks that are
             threads of one process.
         timeout: seconds for start-up, and for each operation unless it says otherwise. 120 by default.
+        silence: seconds without a sign of life after which a rank counts as lost, whatever `timeout` is: a process that
+            stands still, or whose host is cut off, closes no link. Ranks look for none by default.
         rejoin: come back into a group whose survivors call `rebuild`, as the process that is to be rank `rank`.
             By default when `HOSTRING_REJOIN=1`.
         background: return as soon as the ranks know of each other. Their links are then made in the background, and
@@ -121,9 +124,8 @@ def init(
     from hostring.launch.orphans import end_with_launcher
     from hostring.tuning.agreement import open_session
 
-    config = from_environment(
-        rank, world_size, topology=topology, order=order, wire=wire, transport=transport, timeout=timeout, store=store
-    )
+    given: dict[str, Any] = {"topology": topology, "order": order, "wire": wire, "transport": transport}
+    config = from_environment(rank, world_size, **given, timeout=timeout, silence=silence, store=store)
     end_with_launcher()
     declared = contract(config.topology, config.order, config.wire)
     near = neighbours(config.topology, config.order)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from hostring.command_line import need
-from hostring.launch.silence import watch_by_default
+from hostring.launch.silence import wanted_silence
 
 _TIMEOUT_HELP = "Seconds for start-up and for each collective."
 _LLM = "hostring.integrations.llm"
@@ -197,7 +197,7 @@ def generate(
 
     _prepare("generate")
     _check_folder(json_file)
-    with hostring.init(topology=topology, order=_order(topology), timeout=timeout) as comm:
+    with hostring.init(topology=topology, order=_order(topology), timeout=timeout, silence=wanted_silence()) as comm:
         job = _job(options, ranks=comm.world_size, device=None, timeout=comm.timeout)
         result = _load("demo.start").generate(job, comm, device=device, stats=stats)
     if result is not None:
@@ -219,7 +219,6 @@ def _prepare(command: str) -> None:
     """Before any process starts or waits for another."""
     for package in _PACKAGES:
         need(package, "llm", f"hostring {command}")
-    watch_by_default()
 
 
 def _load(name: str) -> Any:

@@ -13,7 +13,7 @@ import typer
 
 from hostring.command_line import need
 from hostring.commands.cluster import TokenFile
-from hostring.launch.silence import watch_by_default
+from hostring.launch.silence import wanted_silence
 
 _SERVE = "hostring.integrations.llm.serve"
 _LLM_PACKAGES = ("torch", "safetensors", "tokenizers", "jinja2", "gguf")  # what the extra `llm` brings
@@ -155,7 +155,6 @@ def _run(options: dict[str, Any]) -> None:
 
     machines, local = options["machines"], options["local"]
     _need_packages()
-    watch_by_default()
     if machines is not None and local is not None:
         raise ValueError("--machines is one rank on each of several machines, --local several on this one; give one")
     if machines is not None:
@@ -194,11 +193,11 @@ def _serve_member(options: dict[str, Any]) -> None:
     import hostring
 
     order = "tree" if options["topology"] == "tree" else os.environ.get("HOSTRING_ORDER") or "rank"
-    with hostring.init(topology=options["topology"], order=order, timeout=options["timeout"]) as comm:
+    chosen = {"topology": options["topology"], "order": order, "timeout": options["timeout"]}
+    with hostring.init(**chosen, silence=wanted_silence()) as comm:
         here = {"local": comm.world_size, "dtypes": options["dtypes"] or "float32", "device": None}
-        chosen = _options({**options, **here})
         try:
-            _load("start").serve_member(chosen, comm, options["device"] or "auto")
+            _load("start").serve_member(_options({**options, **here}), comm, options["device"] or "auto")
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 

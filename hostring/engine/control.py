@@ -186,10 +186,14 @@ class Control:
             return self.cause
         if isinstance(failure, CollectiveMismatch) and mine is not None and mine.call is not None:
             return self._vote(failure, mine)
-        if isinstance(failure, PeerLostError) and failure.rank in self._far:
-            silent = is_silence(failure) or self._peers[failure.rank].silent
-            if silent and (why := self._why_cut_off()):
-                return PeerLostError(self._rank, f"{why}; rank {failure.rank} was the first that it missed")
+        if not isinstance(failure, PeerLostError) or failure.rank not in self._far:
+            return failure
+        return self.unless_cut_off(failure) if is_silence(failure) or self._peers[failure.rank].silent else failure
+
+    def unless_cut_off(self, failure: PeerLostError) -> PeerLostError:
+        """`failure` of a rank from which nothing came; or of this one, where this host is the one that is cut off."""
+        if failure.rank in self._far and (why := self._why_cut_off()):
+            return PeerLostError(self._rank, f"{why}; rank {failure.rank} was the first that it missed")
         return failure
 
     def _vote(self, failure: HostringError, mine: Waiting) -> HostringError:

@@ -160,24 +160,21 @@ class Engine:
             sent += nbytes
             done, aside = 0, 0.0
             if stage.incoming or unsent:
-                exchange = Exchange(
+                rest = Exchange(
                     self._control, self.patience, program, stage, b, stage.incoming, unsent, started, timeout
                 )
-                exchange.run()
-                waiting, folding = waiting + exchange.waited, folding + exchange.folded
-                longest, late = max((longest, late), (exchange.longest, exchange.latest))
-                done, aside = exchange.steps_done, exchange.waited + exchange.folded
+                rest.run()
+                waiting, folding = waiting + rest.waited, folding + rest.folded
+                longest, late = max((longest, late), (rest.longest, rest.latest))
+                done, aside = rest.steps_done, rest.waited + rest.folded
                 received += sum([i.size - HEADER_BYTES for i in stage.incoming])
             moved = perf_counter()
             moving += moved - begun - aside
-            if done < len(stage.steps):
-                for step in stage.steps[done:]:
-                    step.run(b)
-                folding += perf_counter() - moved
-        seconds = self._seconds
-        seconds[FOLD] += folding
-        seconds[WAIT] += waiting
-        seconds[TRANSFER] += moving
+            for step in stage.steps[done:]:
+                step.run(b)
+            folding += perf_counter() - moved
+        for phase, spent in ((FOLD, folding), (WAIT, waiting), (TRANSFER, moving)):
+            self._seconds[phase] += spent
         now = perf_counter()
         self._record((program.subject, seq, started, now, waiting, folding, late, (sent, received)))
         binding.runs += 1

@@ -188,11 +188,11 @@ class Session:
         self.group.close()
 
     def lose(self, rank: int, reason: str) -> None:
-        """Fail the group: `rank` is lost. Calls under way on this rank end at once. Any thread may call this."""
+        """Fail the group: `rank` is silent. Calls under way on this rank end at once. Any thread may call this."""
+        cause = self.control.unless_cut_off(PeerLostError(rank, reason))
         with self._lock:
             if self._released or self.closed is not None or self.control.cause is not None:
                 return
-            cause = PeerLostError(rank, reason)
             self.control.flood(cause)
         for link in self.group.data.values():  # a call that sleeps wakes up, and finds the cause
             link.abort()

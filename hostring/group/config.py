@@ -69,14 +69,15 @@ def from_environment(
     wire: str | None = None,
     transport: str | None = None,
     timeout: float | None = None,
+    silence: float | None = None,
     store: Any = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Config:
     """Complete the caller's arguments from RING_CONFIG, else from the launcher's variables, else with a world of one.
 
     An argument wins over its variable: HOSTRING_TOPOLOGY, HOSTRING_ORDER, HOSTRING_WIRE, HOSTRING_TRANSPORT,
-    HOSTRING_TIMEOUT. None, and "auto" for topology and transport, leave the choice to the variable. HOSTRING_SECRET,
-    HOSTRING_INTERFACE and HOSTRING_SILENCE have no argument.
+    HOSTRING_TIMEOUT, HOSTRING_SILENCE. None, and "auto" for topology and transport, leave the choice to the variable.
+    HOSTRING_SECRET and HOSTRING_INTERFACE have no argument.
 
     Raises:
         ValueError: something is missing, ill-formed or contradictory; names the variable, or the file and key.
@@ -87,7 +88,7 @@ def from_environment(
         "wire": _chosen(wire, environ, "HOSTRING_WIRE", "float32"),
         "transport": _chosen(transport, environ, "HOSTRING_TRANSPORT", "auto"),
         "timeout": _seconds(timeout, environ),
-        "silence": _silence(environ),
+        "silence": _silence(silence, environ),
         "interface": environ.get("HOSTRING_INTERFACE", "").strip() or None,
         "secret": environ.get("HOSTRING_SECRET", "").encode("utf-8", "surrogateescape"),  # the bytes in every locale
     }
@@ -183,16 +184,15 @@ def _chosen(argument: str | None, environ: Mapping[str, str], variable: str, def
     return environ.get(variable, "").strip() or argument or default
 
 
-def _silence(environ: Mapping[str, str]) -> float | None:
+def _silence(argument: float | None, environ: Mapping[str, str]) -> float | None:
     text = environ.get("HOSTRING_SILENCE", "").strip() or "0"
     try:
-        seconds = float(text)
+        seconds = float(text) if argument is None else float(argument)
     except ValueError:
         raise ValueError(f"HOSTRING_SILENCE={text!r} is not a number of seconds") from None
     if seconds and not MIN_SILENCE_S <= seconds < math.inf:
-        raise ValueError(
-            f"HOSTRING_SILENCE={text}: at least {MIN_SILENCE_S:g} seconds, or 0 to look for no signs of life"
-        )
+        name = "HOSTRING_SILENCE" if argument is None else "silence"
+        raise ValueError(f"{name}={seconds:g} is not {MIN_SILENCE_S:g} seconds or more; 0 looks for no signs of life")
     return seconds or None
 
 

@@ -7,12 +7,18 @@ from typing import Final
 
 from hostring.group.heartbeat import NO_SIGN
 
-DEFAULT_SILENCE_S: Final = "2"
+DEFAULT_SILENCE_S: Final = 2.0
+VARIABLE: Final = "HOSTRING_SILENCE"
 
 
-def watch_by_default() -> None:
-    """Let groups of this process, and of those that it starts, notice silent ranks, unless HOSTRING_SILENCE is set."""
-    os.environ.setdefault("HOSTRING_SILENCE", DEFAULT_SILENCE_S)
+def wanted_silence() -> float | None:
+    """For `hostring.init` in programs that look by default: None leaves it to the environment, which says something."""
+    return None if os.environ.get(VARIABLE, "").strip() else DEFAULT_SILENCE_S
+
+
+def silence_environment() -> dict[str, str]:
+    """The same for processes that this one starts."""
+    return {} if wanted_silence() is None else {VARIABLE: f"{DEFAULT_SILENCE_S:g}"}
 
 
 def is_silence(reason: str) -> bool:

@@ -128,7 +128,7 @@ def test_a_stopped_rank_is_ended_and_started_again(
     demo = run("demo", "--ranks", "3", *GREEDY, *args, *[arg for prompt in PROMPTS for arg in ("--prompt", prompt)])
     demo.wait_for(in_mid_answer)
     stopped = demo.rank(1)
-    assert lose(demo, 1, signal.SIGSTOP) < float(DEFAULT_SILENCE_S) + NOTICED
+    assert lose(demo, 1, signal.SIGSTOP) < DEFAULT_SILENCE_S + NOTICED
     assert demo.end() == 1, demo.shown()
     check_answers(json.loads(file.read_text(encoding="utf-8")), answers, 1)
     assert not Path(f"/proc/{stopped}").exists()

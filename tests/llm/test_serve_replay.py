@@ -134,5 +134,5 @@ def test_a_stopped_stage_is_named_and_the_text_goes_on(serve: Callable[..., Runn
         time.sleep(0.005)
     seconds = lose(server, stopped, signal.SIGSTOP)
     print(f"rank {stopped} stopped in {phase}: named after {seconds:.2f} s")
-    assert seconds < float(DEFAULT_SILENCE_S) + NOTICED_S
+    assert seconds < DEFAULT_SILENCE_S + NOTICED_S
     assert stream.end() == alone(prompt, tokens)

@@ -17,6 +17,7 @@ from hostring.integrations.llm.demo.process import PROGRAM, channel_environment
 from hostring.integrations.llm.demo.rejoin import how_to_rejoin, nobody_restarts
 from hostring.integrations.llm.demo.screen import Screen
 from hostring.launch.ranks import launch
+from hostring.launch.silence import silence_environment
 
 if TYPE_CHECKING:
     from hostring import Comm
@@ -41,6 +42,7 @@ def demo(job: Job) -> dict[str, Any]:
         "HOSTRING_ORDER": job.order,
         "HOSTRING_TRANSPORT": "tcp",
         "HOSTRING_TIMEOUT": str(job.timeout),
+        **silence_environment(),
         "OMP_NUM_THREADS": "1",
     }
     job, said = plan_before(job, settings)

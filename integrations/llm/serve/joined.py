@@ -9,7 +9,7 @@ import sys
 
 from hostring import HostringError, init
 from hostring.integrations.llm.serve.options import ServeOptions
-from hostring.launch.silence import watch_by_default
+from hostring.launch.silence import wanted_silence
 
 _TASK = "HOSTRING_SERVE"
 
@@ -18,7 +18,6 @@ def joined_main() -> None:
     """Serve as one rank, with what the head says and sends."""
     told = json.loads(os.environ.pop(_TASK))
     options = ServeOptions.from_json(told["options"])
-    watch_by_default()
     try:
         _serve(options, told["device"])
     except (HostringError, ValueError, OSError) as exc:
@@ -34,7 +33,7 @@ def _serve(options: ServeOptions, device: str) -> None:
     job, secret = options.job, os.environ["HOSTRING_SECRET"].encode()
     head = os.environ["MASTER_ADDR"]
     with (
-        init(topology=job.topology, order=job.order, timeout=job.timeout) as comm,
+        init(topology=job.topology, order=job.order, timeout=job.timeout, silence=wanted_silence()) as comm,
         contextlib.closing(Bare(head, secret)) as supply,
     ):
         serve_rank(options, comm, device, supply=supply)

@@ -18,6 +18,7 @@ from hostring.integrations.llm.serve.process import PROGRAM, task_environment
 from hostring.integrations.llm.serve.watch import RankWatch
 from hostring.launch.joining import offered_hosts
 from hostring.launch.ranks import launch
+from hostring.launch.silence import silence_environment
 
 if TYPE_CHECKING:
     from hostring import Comm
@@ -44,6 +45,7 @@ def serve_local(options: ServeOptions) -> int:
             "HOSTRING_ORDER": job.order,
             "HOSTRING_TRANSPORT": "tcp",
             "HOSTRING_TIMEOUT": str(job.timeout),
+            **silence_environment(),
             "OMP_NUM_THREADS": "1",
         }
         return launch(["-m", PROGRAM], job.ranks, env=env, grace=_GRACE_S, revival=RankWatch(listener))
