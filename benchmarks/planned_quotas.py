@@ -96,7 +96,7 @@ def run_ranks(options: argparse.Namespace, quotas: Sequence[float], arguments: l
             process.stdin.flush()
         said = [process.communicate(timeout=options.timeout)[1] for process in ranks]
         failed = any(process.returncode for process in ranks)
-    return "\n".join(text.strip() for text in said) or "a rank failed" if failed else ""
+    return ("\n".join(text.strip() for text in said).strip() or "a rank failed and said nothing") if failed else ""
 
 
 def run(options: argparse.Namespace, quotas: Sequence[float], plan: str) -> dict[str, Any]:

@@ -104,6 +104,25 @@ def test_logits_are_those_of_the_model_that_was_written(
     assert (got - want).abs().max() <= 40 * torch.finfo(torch.float32).eps * want.abs().max()
 
 
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.F16], ids=lambda k: k.name)
+def test_a_rank_may_hold_no_columns(kind: Kind, tmp_path: Path, run_ranks: Callable[..., list[Any]]) -> None:
+    """A measured plan gives a slow rank none of the MLP."""
+    path = write_gguf(blocky_model("qwen3"), tmp_path / "m.gguf", kind)
+    plan = ShardPlan((2, 2), (0, 96), (200, 200))
+
+    def text(comm: hostring.Comm, plan: ShardPlan | None) -> Any:
+        model = build(GgufCheckpoint(path), comm, plan=plan)
+        rows = [
+            model.step(torch.tensor([[5, 9, 2, 7]]), cache := model.new_cache()),
+            model.step(torch.tensor([[3]]), cache),
+        ]
+        return [comm.all_gather(row[0].numpy().copy(), counts=model.plan.vocab) for row in rows]
+
+    (want,) = run_ranks(1, lambda comm: text(comm, None))
+    for got in run_ranks(2, lambda comm: text(comm, plan)):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_structure_comes_from_shapes_where_metadata_is_silent(tmp_path: Path) -> None:
     config = GgufCheckpoint(write_gguf(blocky_model("qwen2"), tmp_path / "a.gguf", Kind.F32)).config
     assert (config.qkv_bias, config.qk_norm, config.tie_word_embeddings) == (True, False, False)

@@ -107,16 +107,15 @@ class GgufCheckpoint:
     def _values(self, info: TensorInfo, rows: range, columns: range) -> Tensor:
         if info.kind in _SIXTEEN_BIT:  # numpy has no bf16, and f16 need not pass through f32
             raw = self._bytes(info, rows, 2 * columns.start, 2 * columns.stop)
-            return torch.from_numpy(raw.copy()).view(_SIXTEEN_BIT[info.kind])
+            return torch.from_numpy(raw.copy().view(np.int16)).view(_SIXTEEN_BIT[info.kind])
         return torch.from_numpy(self._dequantised(info, rows, columns))
 
     def _dequantised(self, info: TensorInfo, rows: range, columns: range) -> npt.NDArray[np.float32]:
         start, stop = _run(info, columns)
-        raw = self._bytes(info, rows, start, stop)
-        values = (
-            np.zeros((len(rows), 0), np.float32) if raw.size == 0 else dequantize(np.ascontiguousarray(raw), info.kind)
-        )
-        before = columns.start // GGML_QUANT_SIZES[info.kind][0] * GGML_QUANT_SIZES[info.kind][0]
+        raw, (block, block_nbytes) = self._bytes(info, rows, start, stop), GGML_QUANT_SIZES[info.kind]
+        empty = np.zeros((len(rows), (stop - start) // block_nbytes * block), np.float32)  # gguf can't read no blocks
+        values = dequantize(np.ascontiguousarray(raw), info.kind) if raw.size else empty
+        before = columns.start // block * block
         cut: npt.NDArray[np.float32] = values[:, columns.start - before : columns.stop - before]
         return np.array(cut, dtype=np.float32)
 
