@@ -82,7 +82,7 @@ def tune(
         if comm.rank == 0:
             _show(console, comm.session, found, nbytes, details)
             _keep(console, comm.session, found, output, doubts, save)
-    if doubts and save is None:
+    if doubts and not save:
         raise typer.Exit(1)
 
 
@@ -128,7 +128,7 @@ def _keep(
         console.print(f"not confirmed: {doubt}", soft_wrap=True)
     if wanted is False and not output:
         return
-    if doubts and wanted is None:
+    if doubts and not wanted:
         console.print(
             "not saved: try again when nothing else runs on these hosts, with more --rounds or --seconds; "
             "--save keeps it all the same",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -67,24 +68,28 @@ def test_every_rank_hears_the_same_doubts(run_ranks, predicted, first, words):
     ("doubt", "wanted", "saved"),
     [([], None, True), (["why"], None, False), (["why"], True, True), ([], False, False), (["why"], False, False)],
 )
+@pytest.mark.parametrize("elsewhere", [False, True])
 def test_what_is_not_confirmed_is_not_saved_unless_that_is_wanted(
-    run_ranks, monkeypatch, tmp_path, doubt, wanted, saved
+    run_ranks, monkeypatch, tmp_path, elsewhere, doubt, wanted, saved
 ):
+    """`--no-save` keeps a table out of its place; in a file that is named it is saved, unless it is in doubt."""
+    output = str(tmp_path / "tuning.json") if elsewhere else ""
+    saved = saved or (elsewhere and not doubt)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HOSTRING_TUNING", "off")
 
     def body(comm):
         printed = io.StringIO()
         if comm.rank == 0:
-            _keep(Console(file=printed, width=200), comm.session, tuning_with(1.0, 1.0), "", doubt, wanted)
-        path = tuning_path(comm.session)
+            _keep(Console(file=printed, width=200), comm.session, tuning_with(1.0, 1.0), output, doubt, wanted)
+        path = Path(output) if output else tuning_path(comm.session)
         return printed.getvalue(), path.exists() and load(path).source
 
     text, source = run_ranks(3, body)[0]
     assert (source == "a test's tuning") == saved
     assert ("saved to" in text) == saved
     assert ("not confirmed: why" in text) == bool(doubt)
-    if doubt and wanted is None:
+    if doubt and not wanted and (elsewhere or wanted is None):
         assert "not saved: try again when nothing else runs on these hosts" in text
         assert "--save" in text
 
