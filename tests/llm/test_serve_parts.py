@@ -12,6 +12,7 @@ from hostring.integrations.llm.checkpoint.tokenizer import load_tokenizer
 from hostring.integrations.llm.demo.job import BUNDLED
 from hostring.integrations.llm.model.sampling import Sampling
 from hostring.integrations.llm.regroup import recoverable
+from hostring.integrations.llm.serve import prefill
 from hostring.integrations.llm.serve.choosing import Chooser, Logits
 from hostring.integrations.llm.serve.guides import Guides
 from hostring.integrations.llm.serve.http.answer_parts import AnswerParts
@@ -99,15 +100,58 @@ def test_a_prompt_gets_the_slot_that_knows_it() -> None:
     assert (slots.free, slots.take([1, 2, 3, 4, 5])[1]) == (3, 0)
 
 
+def _read(positions: int, start: int = 0) -> tuple[list[Row], int]:
+    return [Row(0, 1, 5), Row(1, positions, FROM_PROMPT)], start
+
+
+def _noted(pace: PrefillPace, positions: int, seconds: float, start: int = 0) -> None:
+    rows, start = _read(positions, start)
+    pace.note(rows, 0.01 + seconds, start)
+
+
 def test_prompts_are_cut_so_that_texts_under_way_go_on() -> None:
     pace = PrefillPace(0.2)
-    assert (pace.budget(0), pace.budget(1)) == (MAX_CHUNK, MIN_CHUNK)
-    pace.note([Row(0, 1, 5)], 0.01)
-    for _ in range(20):
-        pace.note([Row(0, 1, 5), Row(1, 64, FROM_PROMPT)], 0.01 + 64 * 0.001)
-    assert pace.budget(1) == 128  # (0.2 - 0.01) s at 1 ms each, down to a power of two
-    assert pace.budget(10) == 64
-    assert pace.budget(50) == MIN_CHUNK
+    assert (pace.budget(0, 0), pace.budget(1, 0)) == (MAX_CHUNK, MIN_CHUNK)
+    pace.note([Row(0, 1, 5)], 0.01, 0)
+    for chunk in (16, 32, 64):
+        _noted(pace, chunk, chunk * 0.001)
+    assert pace.budget(1, 0) == 128  # (0.2 - 0.01) s at 1 ms each, down to a power of two
+    _noted(pace, 128, 0.128)
+    assert pace.budget(1, 0) == 256  # which is tried once: 0.256 s may be too much, and may not
+    _noted(pace, 256, 0.256)
+    assert (pace.budget(1, 0), pace.budget(10, 0)) == (128, 64)
+    assert pace.budget(50, 0) == MIN_CHUNK
+
+
+def test_a_chunk_whose_cost_is_mostly_the_same_for_any_size_is_found() -> None:
+    """0.1 s and 3 ms a position from 32 positions on, 10 ms a position below: 0.16 s for 16 say nothing of 32."""
+    pace = PrefillPace(0.25)
+    pace.note([Row(0, 1, 5)], 0.01, 0)
+    for chunk, seconds in ((16, 0.16), (32, 0.196), (64, 0.292)):
+        assert pace.budget(1, 0) == chunk  # each was tried once, though twice the time of the smaller one is too long
+        _noted(pace, chunk, seconds)
+    assert pace.budget(1, 0) == 32
+
+
+def test_where_no_chunk_fits_the_shortest_step_is_taken() -> None:
+    pace = PrefillPace(0.2)
+    pace.note([Row(0, 1, 5)], 0.01, 0)
+    for chunk, seconds in ((16, 0.30), (32, 0.25), (64, 0.41)):
+        _noted(pace, chunk, seconds)
+    assert pace.budget(1, 0) == 32
+
+
+def test_positions_that_attend_to_many_others_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(prefill, "monotonic", lambda: now[0])
+    pace = PrefillPace(0.2)
+    pace.note([Row(0, 1, 5)], 0.01, 0)
+    for chunk, near, far in ((16, 0.05, 0.15), (32, 0.09, 0.30), (64, 0.17, 0.60), (128, 0.33, 1.2)):
+        _noted(pace, chunk, near)
+        _noted(pace, chunk, far, start=1000)
+    assert [pace.budget(1, start) for start in (0, 100, 1000, 1500)] == [64, 64, 16, 16]
+    now[0] = 301.0
+    assert pace.budget(1, 1000) == MIN_CHUNK  # nothing is known any more
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -51,7 +51,7 @@ def test_a_text_does_not_depend_on_company_cache_or_chunks(path: Path, monkeypat
     with served(("float32",) * 2, how=how, streams=2, context=256) as serving:
         chunks: list[int] = []
 
-        def budget(pace: object, writing: int) -> int:
+        def budget(pace: object, writing: int, start: int) -> int:
             chunks.append(writing)
             return 7
 

@@ -22,7 +22,7 @@ from hostring.integrations.llm.packed.decoder import PackedDecoder, units_of
 from hostring.integrations.llm.packed.library import Unavailable
 from hostring.integrations.llm.packed.step import Steps
 from hostring.integrations.llm.packed.units import Tree, folded
-from hostring.integrations.llm.packed.wide import MIN_WIDE_ROWS, WideSteps
+from hostring.integrations.llm.packed.wide import WideSteps, are_many
 
 
 @dataclass
@@ -100,8 +100,7 @@ class PackedForward:
 
     def step_rows(self, rows: Rows, stream: npt.NDArray[np.float32] | None = None, every: bool = False) -> Tensor:
         """See `Forward.step_rows`."""
-        many = sum(len(ids) for _, ids in rows) >= MIN_WIDE_ROWS
-        steps = self._wide if many and self.goes_wide else self._steps
+        steps = self._wide if self.goes_wide and are_many(rows) else self._steps
         return torch.from_numpy(steps.run(rows, stream, every))
 
     def begin(self, x: npt.NDArray[np.float32]) -> None:

@@ -148,7 +148,7 @@ class Scheduler:
         """
         now, slowest = monotonic(), self._under_way.largest
         if slowest.rows:
-            self._pace.note(slowest.rows, now - self._step_began)
+            self._pace.note(slowest.rows, now - self._step_began, slowest.start)
         self._step_began = now
         done = self._under_way.end_of_oldest()
         self.totals.steps += bool(done.rows)
@@ -254,7 +254,8 @@ class Scheduler:
         reading = [s for s in self._running.values() if s.prompt_left and not s.awaited]
         depth = self.guessing.depth(len(group), bool(reading))
         rows = [self.guessing.row(s, depth) for s in group]
-        budget = min(self._pace.budget(len(group)), self._under_way.max_chunk)
+        start = reading[0].fed if reading else 0
+        budget = min(self._pace.budget(len(group), start), self._under_way.max_chunk)
         for sequence in reading:
             count = min(sequence.prompt_left, budget, 1 if sequence.scores_prompt else budget)
             if count < 1:

@@ -12,10 +12,15 @@ from hostring.integrations.llm.serve.steps import FROM_PROMPT, Row
 
 @dataclass(frozen=True)
 class Issued:
-    """A step that was decided: its rows, and the sequences by slot. Another one may have the slot when it ends."""
+    """A step that was decided: its rows, and the sequences by slot. Another one may have the slot when it ends.
+
+    Attributes:
+        start: position of the first row that is of a prompt; 0 where none is.
+    """
 
     rows: tuple[Row, ...] = ()
     sequences: dict[int, Sequence] = field(default_factory=dict)
+    start: int = 0
 
     @property
     def positions(self) -> int:
@@ -52,7 +57,8 @@ class UnderWay:
             sequence.turn = self._turns
             ended = not sequence.prompt_left or sequence.scores_prompt
             sequence.awaited = row.token != FROM_PROMPT or ended
-        self._steps.append(Issued(rows, sequences))
+        starts = (sequences[row.slot].fed - row.positions for row in rows if row.token == FROM_PROMPT)
+        self._steps.append(Issued(rows, sequences, next(starts, 0)))
 
     def forget(self) -> None:
         """The group failed: nothing comes back."""
