@@ -17,7 +17,7 @@ from hostring.integrations.llm.serve.choosing import Chooser, Logits
 from hostring.integrations.llm.serve.guides import Guides
 from hostring.integrations.llm.serve.http.answer_parts import AnswerParts
 from hostring.integrations.llm.serve.http.tools import Tool, Tools
-from hostring.integrations.llm.serve.prefill import MAX_CHUNK, MIN_CHUNK, PrefillPace
+from hostring.integrations.llm.serve.prefill import CHUNKS, MAX_CHUNK, MIN_CHUNK, PrefillPace
 from hostring.integrations.llm.serve.slots import KvSlots
 from hostring.integrations.llm.serve.steps import FROM_PROMPT, Plan, Row, plan_width
 from hostring.integrations.llm.serve.stops import StopScanner
@@ -113,21 +113,19 @@ def test_prompts_are_cut_so_that_texts_under_way_go_on() -> None:
     pace = PrefillPace(0.2)
     assert (pace.budget(0, 0), pace.budget(1, 0)) == (MAX_CHUNK, MIN_CHUNK)
     pace.note([Row(0, 1, 5)], 0.01, 0)
-    for chunk in (16, 32, 64):
+    for chunk in CHUNKS[:8]:  # up to 192
         _noted(pace, chunk, chunk * 0.001)
-    assert pace.budget(1, 0) == 128  # (0.2 - 0.01) s at 1 ms each, down to a power of two
-    _noted(pace, 128, 0.128)
     assert pace.budget(1, 0) == 256  # which is tried once: 0.256 s may be too much, and may not
     _noted(pace, 256, 0.256)
-    assert (pace.budget(1, 0), pace.budget(10, 0)) == (128, 64)
+    assert (pace.budget(1, 0), pace.budget(10, 0)) == (128, 96)  # (0.2 - 0.01) s and (0.2 - 0.1) s at 1 ms each
     assert pace.budget(50, 0) == MIN_CHUNK
 
 
 def test_a_chunk_whose_cost_is_mostly_the_same_for_any_size_is_found() -> None:
-    """0.1 s and 3 ms a position from 32 positions on, 10 ms a position below: 0.16 s for 16 say nothing of 32."""
+    """0.1 s and 3 ms a position from 24 positions on, 10 ms a position below: 0.16 s for 16 say nothing of 32."""
     pace = PrefillPace(0.25)
     pace.note([Row(0, 1, 5)], 0.01, 0)
-    for chunk, seconds in ((16, 0.16), (32, 0.196), (64, 0.292)):
+    for chunk, seconds in ((16, 0.16), (24, 0.172), (32, 0.196), (48, 0.244), (64, 0.292)):
         assert pace.budget(1, 0) == chunk  # each was tried once, though twice the time of the smaller one is too long
         _noted(pace, chunk, seconds)
     assert pace.budget(1, 0) == 32
@@ -136,7 +134,7 @@ def test_a_chunk_whose_cost_is_mostly_the_same_for_any_size_is_found() -> None:
 def test_where_no_chunk_fits_the_shortest_step_is_taken() -> None:
     pace = PrefillPace(0.2)
     pace.note([Row(0, 1, 5)], 0.01, 0)
-    for chunk, seconds in ((16, 0.30), (32, 0.25), (64, 0.41)):
+    for chunk, seconds in ((16, 0.30), (24, 0.27), (32, 0.25), (48, 0.33), (64, 0.41)):
         _noted(pace, chunk, seconds)
     assert pace.budget(1, 0) == 32
 
@@ -146,9 +144,9 @@ def test_positions_that_attend_to_many_others_are_fewer(monkeypatch: pytest.Monk
     monkeypatch.setattr(prefill, "monotonic", lambda: now[0])
     pace = PrefillPace(0.2)
     pace.note([Row(0, 1, 5)], 0.01, 0)
-    for chunk, near, far in ((16, 0.05, 0.15), (32, 0.09, 0.30), (64, 0.17, 0.60), (128, 0.33, 1.2)):
-        _noted(pace, chunk, near)
-        _noted(pace, chunk, far, start=1000)
+    for chunk in CHUNKS[:7]:  # up to 128
+        _noted(pace, chunk, 0.01 + chunk * 0.0026)
+        _noted(pace, chunk, chunk * 0.0095, start=1000)
     assert [pace.budget(1, start) for start in (0, 100, 1000, 1500)] == [64, 64, 16, 16]
     now[0] = 301.0
     assert pace.budget(1, 1000) == MIN_CHUNK  # nothing is known any more

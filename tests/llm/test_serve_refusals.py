@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -18,6 +19,7 @@ from hostring.integrations.llm.serve.http import guard
 from hostring.integrations.llm.serve.options import ServeOptions, read_keys
 from hostring.integrations.llm.serve.serving import Serving
 
+MAX_UNREAD = 65_536  # a server that hangs up before it has read more than this may lose its answer to a reset
 KEY = {"Authorization": "Bearer sesame"}
 MESSAGES = [{"role": "user", "content": "so"}]
 
@@ -136,9 +138,10 @@ def test_strangers_are_shown_the_door(server: Serving, monkeypatch: pytest.Monke
     for connection, start in zip(connections, cases, strict=True):
         connection.sendall(start)
     assert ask(f"{server.url}/v1/completions", {"prompt": "so", "max_tokens": 2}, **KEY)[0] == 200
-    for connection, first in zip(connections, cases.values(), strict=True):
-        with connection:
-            answer = b""
+    for connection, (start, first) in zip(connections, cases.items(), strict=True):
+        answer = b""
+        lost = ConnectionResetError if len(start) > MAX_UNREAD else ()
+        with connection, contextlib.suppress(lost):
             while piece := connection.recv(4096):
                 answer += piece
                 if first.endswith(b"408"):

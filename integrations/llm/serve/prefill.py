@@ -8,9 +8,10 @@ from time import monotonic
 
 from hostring.integrations.llm.serve.steps import FROM_PROMPT, Row
 
-MAX_CHUNK = 512  # positions in one forward pass; bounds the memory of activations
-MIN_CHUNK = 16  # below that, a prompt would never get anywhere
-CHUNKS = [MIN_CHUNK << n for n in range((MAX_CHUNK // MIN_CHUNK).bit_length())]  # so that few shapes of steps come up
+# Positions in one forward pass. Below the first, a prompt would never get anywhere; the last bounds the memory of
+# activations. Few, since packed ranks keep graphs for each number of rows.
+CHUNKS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+MIN_CHUNK, MAX_CHUNK = CHUNKS[0], CHUNKS[-1]
 MAX_TRIAL = 1.7  # a size that was not measured may take so many times the limit, once
 _STRETCH = 256  # positions of a prompt between which a chunk costs about the same: later ones attend to more
 _VALID_S = 300.0  # how long a measured time is believed
@@ -52,7 +53,9 @@ class PrefillPace:
         expected = {chunk: _expected(chunk, known) for chunk in CHUNKS}
         untried = [chunk for chunk in CHUNKS if chunk not in known and expected[chunk] <= left * MAX_TRIAL]
         fitting = [chunk for chunk in CHUNKS if expected[chunk] <= left]
-        return max(fitting + untried[:1], default=min(CHUNKS, key=lambda chunk: expected[chunk]))
+        here = [chunk for chunk in CHUNKS if start // _STRETCH in self._times.get(chunk, ())]
+        shortest = min([MIN_CHUNK, *here], key=lambda chunk: expected[chunk])
+        return max(fitting + untried[:1], default=shortest)
 
     def _known(self, stretch: int) -> dict[int, float]:
         """Seconds of the sizes that were measured lately, at the stretch that is nearest."""
