@@ -131,12 +131,12 @@ def test_a_chunk_whose_cost_is_mostly_the_same_for_any_size_is_found() -> None:
     assert pace.budget(1, 0) == 32
 
 
-def test_where_no_chunk_fits_the_shortest_step_is_taken() -> None:
+def test_where_no_chunk_fits_the_smallest_one_is_taken() -> None:
     pace = PrefillPace(0.2)
     pace.note([Row(0, 1, 5)], 0.01, 0)
-    for chunk, seconds in ((16, 0.30), (24, 0.27), (32, 0.25), (48, 0.33), (64, 0.41)):
+    for chunk, seconds in ((16, 0.30), (24, 0.35), (32, 0.39)):
         _noted(pace, chunk, seconds)
-    assert pace.budget(1, 0) == 32
+    assert pace.budget(1, 0) == MIN_CHUNK
 
 
 def test_positions_that_attend_to_many_others_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:

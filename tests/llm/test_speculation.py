@@ -255,5 +255,5 @@ def test_a_draft_of_another_vocabulary_is_refused_on_every_rank(packable: Path, 
 def test_wishes_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="--speculate wild is not one of off, lookup"):
         Speculation("wild")
-    with pytest.raises(ValueError, match="--draft-max 0: between 1 and 15"):
+    with pytest.raises(ValueError, match="--draft-max 0: between 1 and 14"):
         Speculation("lookup", most=0)

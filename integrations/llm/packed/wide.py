@@ -29,7 +29,7 @@ from hostring.integrations.llm.packed.step import Rows, Stream, Sums
 from hostring.integrations.llm.packed.units import folded
 
 MIN_WIDE_ROWS = 32  # from here on dequantising pays: at 64 rows of SmolLM2, 400 ms instead of 600
-MIN_WIDE_CHUNK = 17  # the same for rows of one sequence: attention gains too. A text with its guesses has up to 16
+MIN_WIDE_CHUNK = 16  # the same for rows of one sequence: attention gains too. A text with its guesses has fewer
 
 
 def are_many(rows: Rows) -> bool:

@@ -53,9 +53,7 @@ class PrefillPace:
         expected = {chunk: _expected(chunk, known) for chunk in CHUNKS}
         untried = [chunk for chunk in CHUNKS if chunk not in known and expected[chunk] <= left * MAX_TRIAL]
         fitting = [chunk for chunk in CHUNKS if expected[chunk] <= left]
-        here = [chunk for chunk in CHUNKS if start // _STRETCH in self._times.get(chunk, ())]
-        shortest = min([MIN_CHUNK, *here], key=lambda chunk: expected[chunk])
-        return max(fitting + untried[:1], default=shortest)
+        return max(fitting + untried[:1], default=MIN_CHUNK)
 
     def _known(self, stretch: int) -> dict[int, float]:
         """Seconds of the sizes that were measured lately, at the stretch that is nearest."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-DEPTHS = (1, 3, 7, 15)  # guesses for each sequence; few, since packed ranks keep graphs for each number of rows
+DEPTHS = (1, 3, 7, 14)  # guesses for each sequence; few, since packed ranks keep graphs for each number of rows
 MAX_ROWS = 31  # of a step with guesses: from 32 on, packed ranks may multiply in another way (`wide.are_many`)
 MAX_LOSS = 0.02  # of the time: what guesses that failed may have cost. Then there are none until that is true again.
 MAX_TRIAL_LOSS = 0.01  # of the time: what trials may cost that are expected to lose

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 OFF, LOOKUP = "off", "lookup"
 KINDS = (OFF, LOOKUP)
-DEFAULT_MOST, MAX_MOST = 7, 15  # guesses for a text in one step
+DEFAULT_MOST, MAX_MOST = 7, 14  # guesses for a text in one step; with 16 rows, packed ranks may multiply in another way
 
 
 @dataclass(frozen=True)
