@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import get_ident
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from hostring.arrays.dtypes import Array
 from hostring.engine.arguments import check_call, check_reduction
@@ -21,6 +21,7 @@ from hostring.tuning.agreement import open_session
 
 Counts: TypeAlias = "Sequence[int] | None"
 Seconds: TypeAlias = "float | None"
+Choose: TypeAlias = "Callable[[Array], Array]"
 
 
 class Comm:
@@ -202,16 +203,15 @@ class Comm:
         """Return `data` of all ranks, of any lengths, on every rank, in the order of ranks. Two all_gathers."""
         return list(self._call("all_gather", False, self._movements.gather_bytes, data, timeout))
 
-    def decide(self, x: Any, choose: Callable[[Array], Array], root: int = 0, *, timeout: Seconds = None) -> Array:
+    def decide(self, x: Any, choose: Choose, root: int = 0, n: int | None = None, *, timeout: Seconds = None) -> Array:
         """One collective in which `root` decides for all. Returns on every rank what `choose` returned, bit for bit.
 
         Args:
             x: a numpy array, the same shape and dtype on every rank.
             choose: called on `root` alone with all contributions, shape (world_size, *x.shape); returns an array of the
-                shape and dtype of `x`. What it raises is raised on every rank.
+                dtype of `x` and of shape (n,), or of the shape of `x` without `n`. What it raises, every rank raises.
         """
-        result: Array = self._call("decide", False, self._movements.decide, x, choose, root, timeout)
-        return result
+        return cast("Array", self._call("decide", False, self._movements.decide, x, choose, root, n, timeout))
 
     def send(self, x: Any, dst: int, tag: int = 0, *, async_op: bool = False, timeout: Seconds = None) -> Any:
         """Send `x` to rank `dst`. Returns when `x` may be changed again; large messages wait for the receiver.
@@ -295,6 +295,6 @@ class Comm:
 
         Args:
             n_elements: of the buffer of all_reduce, reduce, reduce_scatter, broadcast and all_to_all, divided evenly;
-                of one rank's share of all_gather, gather, scatter and decide. Of all_gather, or one number per rank.
+                of one rank's share of gather, scatter, all_gather (or of each rank's) and decide (or share and answer).
         """
         return expected_payload(self.session, collective, n_elements, dtype, root)

@@ -187,36 +187,39 @@ class Movements:
         ends = np.cumsum([0, *sizes])
         return [joined[a:b] for a, b in pairwise(ends)]
 
-    def decide(self, x: Array, choose: Callable[[Array], Array], root: int, timeout: float | None = None) -> Array:
+    def decide(
+        self, x: Array, choose: Callable[[Array], Array], root: int, n: int | None = None, timeout: float | None = None
+    ) -> Array:
         """See `Comm.decide`."""
         started = perf_counter()
         session = self._session
         root = check_rank(root, "root", session.world_size)
         x = np.asarray(x, adapter_for(x).dtype(x), order="C")
+        decision = np.empty(x.shape if n is None else n, x.dtype)
         bits = carrier(x.dtype)
         stacked = np.empty((session.world_size if session.rank == root else 0, *x.shape), x.dtype)
         if session.world_size == 1:
             stacked[0] = x
             session.run_alone("decide")
-            return self._chosen(x, choose, stacked)
+            return self._chosen(decision, choose, stacked)
         program = session.planner.movement("gather", x.size, x.dtype, (root, (x.size,) * session.world_size), "decide")
         buffers = Buffers(x.reshape(-1).view(bits), stacked.reshape(-1).view(bits))
         session.run(program, buffers, timeout, started, count=False)
-        decision = self._chosen(x, choose, stacked) if session.rank == root else np.empty_like(x)
-        program = session.planner.movement("broadcast", x.size, x.dtype, root, "decide", DECISION_ROUND)
+        if session.rank == root:
+            self._chosen(decision, choose, stacked)
+        program = session.planner.movement("broadcast", decision.size, x.dtype, root, "decide", DECISION_ROUND)
         chosen_at = perf_counter()
         left = (session.timeout if timeout is None else timeout) - (chosen_at - started)
         session.run(program, Buffers(decision.reshape(-1).view(bits), NOTHING), left, chosen_at)
         return decision
 
-    def _chosen(self, x: Array, choose: Callable[[Array], Array], stacked: Array) -> Array:
-        """What `choose` makes of all contributions, as an array like `x`. What it raises ends the group."""
+    def _chosen(self, decision: Array, choose: Callable[[Array], Array], stacked: Array) -> Array:
+        """`decision` with what `choose` makes of all contributions. What it raises ends the group."""
         rank = self._session.rank
-        decision = np.empty_like(x)
         try:
-            chosen = np.asarray(choose(stacked), x.dtype)
-            if chosen.shape != x.shape:
-                raise ValueError(f"it chose an array of shape {chosen.shape}, x has {x.shape}")
+            chosen = np.asarray(choose(stacked), decision.dtype)
+            if chosen.shape != decision.shape:
+                raise ValueError(f"it chose an array of shape {chosen.shape}, it must be {decision.shape}")
             decision[...] = chosen
         except Exception as exc:
             raise self._session.fail(HostringError(f"decide: root {rank} could not choose: {exc!r}", rank)) from exc

@@ -20,6 +20,13 @@ def expected_payload(session: Session, collective: str, n_elements: int | Sequen
     if n == 1:
         return 0
     own = BY_NAME[dtype] if isinstance(dtype, str) else np.dtype(dtype)
+    if collective == "decide":
+        brought, chosen = (n_elements, n_elements) if isinstance(n_elements, int) else n_elements
+        steps = (
+            session.planner.schedule("gather", brought, (root, (brought,) * n), own),
+            session.planner.schedule("broadcast", chosen, root, own),
+        )
+        return sum(_payload(schedule, own, own, own) for schedule in steps)
     if not isinstance(n_elements, int):  # shares of an all-gather, which are moved as they are
         shares = tuple(n_elements)
         return _payload(session.planner.schedule(collective, shares[session.rank], shares, own), own, own, own)
@@ -36,28 +43,26 @@ def expected_payload(session: Session, collective: str, n_elements: int | Sequen
         moved, own = wire, session.travels_as(own)
         if collective == "reduce_scatter" and splits_blocks(own, parts):
             own = wire
-    steps = _steps(collective, n_elements, parts, root)
-    schedules = (session.planner.schedule(name, n_elements, detail, moved) for name, detail in steps)
-    return sum(_payload(schedule, own, moved, moved) for schedule in schedules)
+    detail = _detail(collective, n_elements, parts, root)
+    return _payload(session.planner.schedule(collective, n_elements, detail, moved), own, moved, moved)
 
 
-def _steps(collective: str, n_elements: int, parts: Sequence[int], root: int) -> list[tuple[str, Any]]:
-    """The movements or reductions that `collective` consists of, each with the planner's `detail`."""
+def _detail(collective: str, n_elements: int, parts: Sequence[int], root: int) -> Any:
+    """The planner's `detail` of a movement or a reduction."""
     shares = (n_elements,) * len(parts)
-    steps: dict[str, list[tuple[str, Any]]] = {
-        "reduce": [("reduce", root)],
-        "reduce_scatter": [("reduce_scatter", parts)],
-        "broadcast": [("broadcast", root)],
-        "all_gather": [("all_gather", shares)],
-        "gather": [("gather", (root, shares))],
-        "scatter": [("scatter", (root, shares))],
-        "all_to_all": [("all_to_all", (parts,) * len(parts))],
-        "barrier": [("barrier", 0)],
-        "decide": [("gather", (root, shares)), ("broadcast", root)],
+    details: dict[str, Any] = {
+        "reduce": root,
+        "reduce_scatter": parts,
+        "broadcast": root,
+        "all_gather": shares,
+        "gather": (root, shares),
+        "scatter": (root, shares),
+        "all_to_all": (parts,) * len(parts),
+        "barrier": 0,
     }
-    if collective not in steps:
-        raise ValueError(f"collective={collective!r} is unknown; use all_reduce, {', '.join(steps)}")
-    return steps[collective]
+    if collective not in details:
+        raise ValueError(f"collective={collective!r} is unknown; use all_reduce, decide, {', '.join(details)}")
+    return details[collective]
 
 
 def _in_halves(session: Session, n_elements: int, own: DType) -> int:

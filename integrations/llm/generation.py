@@ -88,7 +88,7 @@ class Run:
         self.guesses: tuple[int, ...] = ()  # of the step that comes or runs
         self.rows: list[int] = []  # of each step after the prompt
         self.speculator = parts.speculator if request.guesses else None
-        self.guesser = None if self.speculator is None else self.speculator.text(request.ids)
+        self.guesser = None if self.speculator is None else self.speculator.text(request.ids, self.n_candidates)
 
     def generation(self) -> Generation:
         audit, deciding = self.sharded.reducer.audit, self.sharded.deciding
@@ -122,9 +122,9 @@ class Run:
         whole, rest = divmod(len(self.ids), _PREFILL_CHUNK)
         return [_PREFILL_CHUNK] * whole + [rest] * (rest > 0)
 
-    def _decided(self, n_rows: int) -> int:
-        """Numbers that each rank brings to the decision after a step of so many rows."""
-        return width(n_rows, self.n_candidates, self.request.guesses)
+    def _decided(self, n_rows: int) -> tuple[int, int]:
+        """Numbers that each rank brings to the decision after a step of so many rows, and those of the decision."""
+        return 2 * self.n_candidates * n_rows, width(self.request.guesses)
 
     def _traffic(self) -> Expected:
         if self.sharded.deciding is not None:
@@ -153,11 +153,12 @@ class Run:
         vocabulary)."""
         if self.logits is not None:
             self.logits.gather(logits)
-        mine = np.zeros(self._decided(len(logits)), np.int32)
+        n_brought, n_decided = self._decided(len(logits))
+        mine = np.zeros(n_brought, np.int32)
         first, size = self.sharded.plan.vocab_of(self.comm.rank).start, 2 * self.n_candidates
         for n, row in enumerate(self._known(logits)):
             mine[n * size : (n + 1) * size] = local_candidates(row, self.n_candidates, first).ravel()
-        found = Decision.read(self.sharded.decide(mine, self._choose, HEAD_RANK))
+        found = Decision.read(self.sharded.decide(mine, self._choose, HEAD_RANK, n_decided))
         self._take(found)
         if found.status == NOT_FINITE:
             raise ValueError(
@@ -195,7 +196,7 @@ class Run:
             if status != GO_ON or token != guess:
                 break
         guesses = self._next(tokens) if status == GO_ON else ()
-        answer = np.zeros(stacked.shape[1], np.int32)
+        answer = np.zeros(width(self.request.guesses), np.int32)
         Decision(status, tuple(tokens), guesses).write(answer)
         return answer
 
@@ -209,7 +210,7 @@ class Run:
         """Guesses for the next step, after these tokens."""
         if self.speculator is None or self.guesser is None:
             return ()
-        self.speculator.noted(1, len(self.guesses), len(tokens))
+        self.speculator.noted(1, len(self.guesses), len(tokens), self.n_candidates)
         self.guesser.extend(tokens)
         left = self.limit - len(self.tokens) - len(tokens)
-        return tuple(self.guesser.guesses(min(self.speculator.depth(), left - 1)))
+        return tuple(self.guesser.guesses(min(self.speculator.depth(1, self.n_candidates), left - 1)))

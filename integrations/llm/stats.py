@@ -139,7 +139,8 @@ class Traffic:
         comm: the group that decides. reducing: the one that reduces: that of this rank's stage, in a pipeline.
         reduced_elements: f32 elements of each all-reduce of one position's forward pass.
         boundaries: what crosses the borders of a stage for each position.
-        decided_elements: int32 elements that each rank brings to the decision after the last of the passes.
+        decided: int32 elements that each rank brings to the decision after the last of the passes, and those of the
+            decision.
         head_rank: who decides.
         gathered_elements: f32 elements of the logits that each rank brings to be hashed, where they are, for each row
             whose logits are wanted.
@@ -149,7 +150,7 @@ class Traffic:
     reducing: Comm
     reduced_elements: Sequence[int]
     boundaries: Boundaries
-    decided_elements: int
+    decided: tuple[int, int]
     head_rank: int
     gathered_elements: int = 0
 
@@ -163,7 +164,7 @@ class Traffic:
         expected, summed = self.comm.expected_payload, self.reducing.expected_payload
         counts = Counter(n * each for n in passes for each in self.reduced_elements)
         reduced = sum(times * summed("all_reduce", n, "float32") for n, times in counts.items())
-        decided = expected("decide", self.decided_elements, "int32", root=self.head_rank)
+        decided = expected("decide", self.decided, "int32", root=self.head_rank)
         gathered = expected("gather", wanted * self.gathered_elements, "float32", root=self.head_rank)
         shared = sum(summed("broadcast", n * self.boundaries.shared, "float32") for n in passes)
         merging = self.boundaries.merging
@@ -171,13 +172,13 @@ class Traffic:
         merged = sum(times * merging.expected_payload("all_to_all", n, "float32") for n, times in merges.items())
         return int(reduced + decided + gathered + shared + merged + 4 * sum(passes) * self.boundaries.sent)
 
-    def of_guesses(self, stats: Stats, rows: Sequence[int], decided: Callable[[int], int]) -> None:
-        """Fill in what is expected of decode steps that had so many rows each. `decided`: numbers that a rank brings to
-        the decision after such a step."""
+    def of_guesses(self, stats: Stats, rows: Sequence[int], decided: Callable[[int], tuple[int, int]]) -> None:
+        """Fill in what is expected of decode steps that had so many rows each. `decided`: of the decision after such a
+        step."""
         tokens = stats.generated_tokens - 1
         if tokens < 1:
             return
-        nbytes = {n: replace(self, decided_elements=decided(n)).nbytes([n], n) for n in set(rows)}
+        nbytes = {n: replace(self, decided=decided(n)).nbytes([n], n) for n in set(rows)}
         stats.expected_collectives_per_token = len(rows) * self.collectives([1]) / tokens
         stats.expected_bytes_per_token = sum(nbytes[n] for n in rows) / tokens
 

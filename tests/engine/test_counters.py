@@ -123,6 +123,25 @@ def test_what_is_expected_is_what_is_sent(run_ranks, topology, order, world_size
 
 
 @everywhere
+@sized
+def test_a_decision_may_be_smaller_or_larger_than_what_is_brought(run_ranks, topology, order, world_size):
+    def choose(stacked):
+        return stacked[:, :2].ravel().repeat(300)
+
+    def body(comm):
+        chosen, n = [], 2 * world_size * 300
+        expected = comm.expected_payload("decide", (70, n), "int32", root=1)
+        x = np.arange(70, dtype=np.int32) + 1000 * comm.rank
+        count = counted(comm, lambda c: chosen.append(c.decide(x, choose, 1, n)))
+        return chosen[0].tolist(), expected, count["payload_sent"]
+
+    wanted = np.array([[1000 * r, 1000 * r + 1] for r in range(world_size)]).ravel().repeat(300).tolist()
+    for chosen, expected, sent in run_ranks(world_size, body, topology=topology, order=order):
+        assert chosen == wanted
+        assert sent == expected
+
+
+@everywhere
 def test_a_scatter_is_counted(run_ranks, topology, order):
     def body(comm):
         whole = np.ones((4, 500), np.int16) if comm.rank == 2 else None

@@ -80,6 +80,11 @@ MISMATCHES = {
         ("scatter #3", "elements"),
     ),
     "a decision": (lambda c: c.broadcast(ones(8)), lambda c: c.decide(ones(8), lambda s: s[0]), ("decide #3",)),
+    "decisions of other sizes": (
+        lambda c: c.decide(ones(8), lambda s: s[0][:2], 0, 2),
+        lambda c: c.decide(ones(8), lambda s: s[0][:3], 0, 3),
+        ("decide #3", "elements"),
+    ),
     "one call more": (
         lambda c: c.all_reduce(ones(8)),
         lambda c: (c.all_reduce(ones(8)), c.all_reduce(ones(8)), c.all_gather(ones(8))),

@@ -86,6 +86,27 @@ def test_what_guesses_may_lose_is_bounded(hit: float, plain_s: float, row_s: flo
         assert seconds < 1.03 * 400 * plain_s
 
 
+def test_what_was_saved_in_one_text_is_not_lost_in_the_next() -> None:
+    for seed in range(5):
+        depth = Depth(7)
+        saved, _ = taken(depth, 400, 0.9, 0.1, 0.01, seed)
+        assert saved < 0.5 * 400 * 0.1
+        for _ in range(3):
+            depth.begin_text()
+            seconds, _ = taken(depth, 100, 0.0, 0.1, 0.01, seed)
+            assert seconds < 1.03 * 100 * 0.1
+
+
+def test_a_row_that_takes_as_long_as_a_step_is_tried_once() -> None:
+    """Its candidates fill a slow link, which nobody knows before."""
+    depth, most = Depth(7), 0
+    for _ in range(200):
+        count = depth.choose()
+        most = max(most, count)
+        depth.note(1, count, 1, 0.1 * (1 + count), 0.001)
+    assert most == 1
+
+
 def test_more_is_guessed_the_slower_the_link_and_the_better_the_guesses() -> None:
     steps = {}
     for plain_s in (0.010, 0.1):

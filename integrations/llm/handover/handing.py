@@ -52,7 +52,7 @@ class Handing:
         """This rank computes prompts."""
         return self._comm.rank == self._roles.prefill
 
-    def decide(self, mine: Numbers, choose: Callable[[Numbers], Numbers]) -> Numbers:
+    def decide(self, mine: Numbers, choose: Callable[[Numbers], Numbers], n: int) -> Numbers:
         """See `Deciding.decide`."""
         comm, roles = self._comm, self._roles
         if not self.prefills:
@@ -64,13 +64,13 @@ class Handing:
         self.sender.drain()
         if self.computed_here:
             comm.send(mine, roles.decode, CANDIDATES_TAG)
-        answer = np.zeros_like(mine)
+        answer = np.zeros(n, np.int32)
         comm.recv(answer[:TOKEN_NUMBERS], roles.decode, TOKEN_TAG)
         return answer
 
-    def expected(self, n_numbers: int) -> Expected:
+    def expected(self, decided: tuple[int, int]) -> Expected:
         """See `Deciding.expected`."""
-        return HandoverTraffic(self.prefills, self._n_layers, self._form, n_numbers)
+        return HandoverTraffic(self.prefills, self._n_layers, self._form, decided[0])
 
     def restart(self) -> None:
         """See `Deciding.restart`."""

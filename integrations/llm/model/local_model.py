@@ -25,11 +25,11 @@ Numbers = npt.NDArray[np.int32]
 class Deciding(Protocol):
     """How tokens are chosen where one rank at a time has all logits: without a collective."""
 
-    def decide(self, mine: Numbers, choose: Callable[[Numbers], Numbers]) -> Numbers:
+    def decide(self, mine: Numbers, choose: Callable[[Numbers], Numbers], n: int) -> Numbers:
         """See `Comm.decide`: what `choose` makes of the candidates of the rank that computed, on every rank."""
 
-    def expected(self, n_numbers: int) -> Expected:
-        """What this costs when so many numbers are told for a choice."""
+    def expected(self, decided: tuple[int, int]) -> Expected:
+        """What this costs when so many numbers are told for a choice, and so many come of it."""
 
     def restart(self) -> None:
         """Count from 0."""
@@ -131,11 +131,11 @@ class LocalModel:
                 found = _added(found, group.counters.snapshot(), first)
         return found
 
-    def decide(self, mine: Numbers, choose: Callable[[Numbers], Numbers], root: int) -> Numbers:
+    def decide(self, mine: Numbers, choose: Callable[[Numbers], Numbers], root: int, n: int) -> Numbers:
         """Choose a token; see `Comm.decide`. Where one rank at a time has all logits, that is not `root`'s choice."""
         if self.deciding is not None:
-            return self.deciding.decide(mine, choose)
-        found: Numbers = self.comm.decide(mine, choose, root=root)
+            return self.deciding.decide(mine, choose, n)
+        found: Numbers = self.comm.decide(mine, choose, root, n)
         return found
 
     def new_cache(self, batch: int = 1) -> Any:

@@ -105,16 +105,16 @@ class RowsForward:
                 found[n] = logits[0]
         return found
 
-    def decide(self, mine: Numbers, choose: Callable[[Numbers], Numbers]) -> Numbers:
+    def decide(self, mine: Numbers, choose: Callable[[Numbers], Numbers], n: int) -> Numbers:
         """See `Deciding.decide`."""
-        found: Numbers = self.comm.decide(mine, choose, root=HEAD_RANK)
+        found: Numbers = self.comm.decide(mine, choose, HEAD_RANK, n)
         return found
 
-    def expected(self, n_numbers: int) -> Expected:
+    def expected(self, decided: tuple[int, int]) -> Expected:
         """See `Deciding.expected`."""
         config = self.inner.config
         width = 2 * config.num_key_value_heads * config.head_dim
-        return RowsTraffic(self.comm, self.plan, config.num_hidden_layers, width, n_numbers)
+        return RowsTraffic(self.comm, self.plan, config.num_hidden_layers, width, decided)
 
     def restart(self) -> None:
         """See `Deciding.restart`."""
@@ -133,7 +133,7 @@ class RowsTraffic:
     plan: RowPlan
     n_layers: int
     width: int
-    n_numbers: int
+    decided: tuple[int, int]
 
     def collectives(self, passes: Sequence[int]) -> int:
         """An all-gather for each layer of a divided pass, and one decision."""
@@ -141,7 +141,7 @@ class RowsTraffic:
 
     def nbytes(self, passes: Sequence[int]) -> int:
         """Payload that this rank sends."""
-        found = self.comm.expected_payload("decide", self.n_numbers, "int32", root=HEAD_RANK)
+        found = self.comm.expected_payload("decide", self.decided, "int32", root=HEAD_RANK)
         for counts in filter(None, map(self.plan.counts, passes)):
             shares = [self.width * n for n in counts]
             found += self.n_layers * self.comm.expected_payload("all_gather", shares, "float32")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hostring.integrations.llm.serve.sequence import Sequence
@@ -41,8 +41,9 @@ class Guessing:
         self._speculator, self._max_seq = speculator, max_seq
         self._guessers: dict[Sequence, Guesser] = {}
 
-    def note(self, rows: Collection[Row], right: int) -> None:
-        """A step is done, and another one is going to be decided. `right`: guesses that came."""
+    def note(self, rows: Collection[Row], sequences: Iterable[Sequence], right: int) -> None:
+        """A step is done with these rows of these texts, and another one is going to be decided. `right`: guesses that
+        came."""
         written = [row for row in rows if row.token != FROM_PROMPT]
         guessed = sum(len(row.guesses) for row in written)
         self.totals.guessed += guessed
@@ -52,7 +53,7 @@ class Guessing:
             return
         if len(written) < len(rows) or not rows:
             self._speculator.pause()
-        self._speculator.noted(len(written), guessed, len(written) + right)
+        self._speculator.noted(len(written), guessed, len(written) + right, _most_candidates(sequences))
 
     def row(self, sequence: Sequence, depth: int) -> Row:
         """What a text feeds that is written: its last token, and at most so many guesses."""
@@ -67,14 +68,20 @@ class Guessing:
         text = [*sequence.request.ids, *sequence.tokens]
         guesser = self._guessers.get(sequence)
         if guesser is None:
-            guesser = self._guessers[sequence] = self._speculator.text(text)
+            guesser = self._guessers[sequence] = self._speculator.text(text, sequence.n_candidates)
         guesser.extend(text[guesser.length :])
         return guesser.guesses(count)
 
-    def depth(self, texts: int, beside_prompts: bool) -> int:
-        """Guesses for each of so many texts in the next step; none where it also reads prompts."""
-        return 0 if self._speculator is None or not texts or beside_prompts else self._speculator.depth(texts)
+    def depth(self, texts: Collection[Sequence], beside_prompts: bool) -> int:
+        """Guesses for each of these texts in the next step; none where it also reads prompts."""
+        if self._speculator is None or not texts or beside_prompts:
+            return 0
+        return self._speculator.depth(len(texts), _most_candidates(texts))
 
     def forget(self, sequence: Sequence) -> None:
         """This text has ended."""
         self._guessers.pop(sequence, None)
+
+
+def _most_candidates(texts: Iterable[Sequence]) -> int:
+    return max((text.n_candidates for text in texts), default=1)

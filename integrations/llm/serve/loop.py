@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hostring import Comm, HostringError
+from hostring import HostringError
 from hostring.integrations.llm.regroup import recoverable, regrouped
 from hostring.integrations.llm.request import HEAD_RANK
 from hostring.integrations.llm.serve.rank_part import RankPart
@@ -94,7 +94,7 @@ class StepLoop:
             mine = part.run(window.mine, window.oldest)
             if is_head and window.is_idle:
                 role.wait_for_work()
-            plan = _decided(part.comm, mine, partial(role.decide, brought=brought_of(window.oldest)))
+            plan = _decided(part, mine, partial(role.decide, brought=brought_of(window.oldest)))
             if plan.admits:
                 told = admissions_to_bytes(role.admissions()) if is_head else b""
                 for admission in admissions_from_bytes(part.comm.broadcast_bytes(told, root=HEAD_RANK)):
@@ -128,12 +128,12 @@ class Follower:
         pass
 
 
-def _decided(comm: Comm, mine: npt.NDArray[np.int32], decide: Callable[[npt.NDArray[np.int32]], Plan]) -> Plan:
+def _decided(part: RankPart, mine: npt.NDArray[np.int32], decide: Callable[[npt.NDArray[np.int32]], Plan]) -> Plan:
     """One collective: what the ranks bring goes in, the head's plan comes out."""
 
     def choose(stacked: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        answer = np.zeros(stacked.shape[1:], np.int32)
+        answer = np.zeros(part.plan_width, np.int32)
         decide(stacked).write(answer)
         return answer
 
-    return Plan.read(comm.decide(mine, choose, root=HEAD_RANK))
+    return Plan.read(part.comm.decide(mine, choose, HEAD_RANK, part.plan_width))

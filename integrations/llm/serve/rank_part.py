@@ -124,6 +124,11 @@ class RankPart:
         slot.n_candidates, slot.every = admission.n_candidates, admission.every
 
     @property
+    def plan_width(self) -> int:
+        """Numbers that a plan takes."""
+        return plan_width(self._options.streams, self._guesses)
+
+    @property
     def groups(self) -> int:
         """Of texts, whose steps are under way at the same time: one for each stage, or as many as the head allows."""
         stages = self.model.sharded.forward.boundaries.stages
@@ -158,7 +163,7 @@ class RankPart:
         logits = self._logits(mine) if mine else None
         parts = brought_of(oldest)
         used = parts[-1].stop if parts else 0
-        found = np.zeros(max(used, plan_width(self._options.streams, self._guesses)), np.int32)
+        found = np.zeros(max(used, 1), np.int32)
         if logits is not None and mine is oldest:
             of_feeds = torch.split(logits, [feed.choices for feed in mine])
             chosen = [rows for feed, rows in zip(mine, of_feeds, strict=True) if feed.n_candidates]

@@ -156,7 +156,7 @@ class Scheduler:
         for part in brought:
             numbers = stacked[:, part.start : part.stop].reshape(len(stacked), part.choices, 2, part.count)
             right += self._accept(done.sequences[part.slot], [Logits.of(numbers[:, n]) for n in range(part.choices)])
-        self.guessing.note(done.rows, right)
+        self.guessing.note(done.rows, done.sequences.values(), right)
         self._drop_cancelled()
         self._admit()
         reports = now - self._reported >= REPORT_S
@@ -241,9 +241,9 @@ class Scheduler:
                 self._running[slot] = sequence
                 self.totals.prompt_tokens += len(sequence.prompt)
                 self.totals.cached_tokens += cached
-                n_candidates = sequence.request.candidates(self.largest_shard)
-                rest = sequence.prompt[cached:]
-                self._admissions.append(Admission(slot, cached, rest, n_candidates, sequence.scores_prompt))
+                sequence.n_candidates = sequence.request.candidates(self.largest_shard)
+                about = (sequence.n_candidates, sequence.scores_prompt)
+                self._admissions.append(Admission(slot, cached, sequence.prompt[cached:], *about))
 
     def _rows(self) -> tuple[Row, ...]:
         """One row for each text of the group that has waited longest, and as much of the prompts as the pace allows,
@@ -252,7 +252,7 @@ class Scheduler:
         ready = sorted((s for s in writing if not s.awaited), key=lambda s: s.turn)
         group = ready[: self._under_way.group_size(len(writing))]
         reading = [s for s in self._running.values() if s.prompt_left and not s.awaited]
-        depth = self.guessing.depth(len(group), bool(reading))
+        depth = self.guessing.depth(group, bool(reading))
         rows = [self.guessing.row(s, depth) for s in group]
         start = reading[0].fed if reading else 0
         budget = min(self._pace.budget(len(group), start), self._under_way.max_chunk)

@@ -31,6 +31,7 @@ class Sequence:
         tokens: generated so far.
         prompt: what is fed before the next choice: the ids of the request, and after a restart the tokens so far.
         fed: tokens of the prompt that are computed, the cached ones included.
+        n_candidates: logits that each rank brings for a choice.
         guesses: tokens that the step under way checks. guessed, right: how many there were so far, and how many of them
             came.
         awaited: a step is under way whose logits say how it goes on.
@@ -42,6 +43,7 @@ class Sequence:
         self.cancelled = False
         self.slot = -1
         self.cached = self.fed = self.turn = 0
+        self.n_candidates = 1
         self.guesses: tuple[int, ...] = ()
         self.guessed = self.right = 0
         self.awaited = False

@@ -38,10 +38,6 @@ class Decision:
         return Decision(first & mask, ids[:n_tokens], ids[n_tokens:])
 
 
-def width(n_rows: int, n_candidates: int, most: int) -> int:
-    """Numbers that each rank brings to the decision after a step of so many rows, with room for any decision.
-
-    Args:
-        n_candidates: logits that each rank brings for each row. most: guesses that the next step may have.
-    """
-    return max(2 * n_candidates * n_rows, 1 + n_rows + most)
+def width(most: int) -> int:
+    """Numbers that any decision fits in, where a step has up to so many guesses."""
+    return 2 * (1 + most)

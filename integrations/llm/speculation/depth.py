@@ -9,7 +9,8 @@ MAX_ROWS = 31  # of a step with guesses: from 32 on, packed ranks may multiply i
 MAX_LOSS = 0.02  # of the time: what guesses that failed may have cost. Then there are none until that is true again.
 MAX_TRIAL_LOSS = 0.01  # of the time: what trials may cost that are expected to lose
 MAX_FIRST_LOSS = 0.5  # steps that the first trial may cost, before there is much time of which to take a share
-MAX_CREDIT = 10.0  # steps that right guesses may have saved before: later ones may lose as much again, but no more
+MAX_CREDIT = 10.0  # steps that right guesses may have saved in a text: later ones may lose as much again, but no more
+MAX_STEPS_BEFORE = 50.0  # of earlier texts, of whose time a text may lose its share
 MAX_TIMES = 5  # of steps with as many rows, of which the lower median counts
 MIN_PLAIN_STEPS = 3  # without guesses, before any: their time is what the others are compared with
 _FIRST_HITS, _FIRST_TRIES = 2.0, 3.0  # before anything is known of hits
@@ -33,6 +34,13 @@ class Depth:
         self._hits, self._tries = _FIRST_HITS, _FIRST_TRIES
         self._total = self._lost = 0.0
 
+    def begin_text(self) -> None:
+        """Another text begins. What guesses saved in those before may not be lost in it, and what they lost stays."""
+        self._hits, self._tries = _FIRST_HITS, _FIRST_TRIES
+        self._lost = max(0.0, self._lost)
+        if self._times:
+            self._total = min(self._total, MAX_STEPS_BEFORE * _middle(self._times[min(self._times)]))
+
     def choose(self, sequences: int = 1) -> int:
         """Guesses for each of so many sequences in the next step."""
         depths = [depth for depth in self._depths if sequences * (depth + 1) <= MAX_ROWS]
@@ -43,14 +51,18 @@ class Depth:
             return 0
         plain_s = _middle(plain)
         allowed = MAX_LOSS * self._total - self._lost + MAX_FIRST_LOSS * plain_s
-        if allowed < 0:
-            return 0
-        best = max(depths, key=lambda depth: self._tokens(depth) / self._step_s(sequences, depth))
-        if self._tokens(best) / self._step_s(sequences, best) > 1 / plain_s:
+        extra = {depth: self._step_s(sequences, depth) - plain_s for depth in self._tried(sequences, depths)}
+        within = [depth for depth in extra if extra[depth] <= allowed]
+        best = max(within, key=lambda depth: self._tokens(depth) / (plain_s + extra[depth]), default=0)
+        if best and self._tokens(best) / (plain_s + extra[best]) > 1 / plain_s:
             return best
         least = depths[0]  # to learn whether that is still so
-        extra, spare = self._step_s(sequences, least) - plain_s, allowed - (MAX_LOSS - MAX_TRIAL_LOSS) * self._total
-        return least if extra <= spare else 0
+        return least if extra[least] <= allowed - (MAX_LOSS - MAX_TRIAL_LOSS) * self._total else 0
+
+    def _tried(self, sequences: int, depths: list[int]) -> list[int]:
+        """The depths whose steps were measured, and the next larger one: what a row costs is known from a few."""
+        known = [depth for depth in depths if sequences * (depth + 1) in self._times]
+        return depths[: 1 + depths.index(known[-1]) + 1] if known else depths[:1]
 
     def note(self, sequences: int, guesses: int, tokens: int, seconds: float, computed_s: float) -> None:
         """A step is done.
@@ -87,7 +99,7 @@ class Depth:
         plain_s, of_row = _middle(self._times[sequences]), self._computed / 2
         fewer = max((known for known in self._times if sequences < known < rows), default=0)
         if fewer:
-            of_row = min(max(0.0, _middle(self._times[fewer]) - plain_s) / (fewer - sequences), self._computed)
+            of_row = max(0.0, _middle(self._times[fewer]) - plain_s) / (fewer - sequences)
         return plain_s + of_row * (rows - sequences) + _FIRST_SHAPE * self._computed
 
 

@@ -59,27 +59,31 @@ class Speculator:
     def __init__(self, wish: Speculation, draft: DraftModel | None, computed: Callable[[], float]) -> None:
         self.wish, self._draft, self._computed = wish, draft, computed
         self.most = wish.most
-        self._depth = Depth(wish.most, wish.always)
+        self._depths: dict[int, Depth] = {}  # by candidates, which take time on the wire
         self._since: tuple[float, float] | None = None
 
-    def text(self, ids: Sequence[int]) -> Guesser:
-        """For a new text, which begins with these ids."""
+    def text(self, ids: Sequence[int], n_candidates: int = 1) -> Guesser:
+        """For a new text, which begins with these ids, and brings so many candidates for each choice."""
+        self._depth(n_candidates).begin_text()
         return Guesser(self.wish.kind == LOOKUP, self._draft, ids)
 
     def pause(self) -> None:
         """The step that runs tells nothing: it reads a prompt, or there was a wait before it."""
         self._since = None
 
-    def noted(self, sequences: int, guesses: int, tokens: int) -> None:
-        """A step is done, and the next one begins; see `Depth.note`."""
+    def _depth(self, n_candidates: int) -> Depth:
+        return self._depths.setdefault(n_candidates, Depth(self.wish.most, self.wish.always))
+
+    def noted(self, sequences: int, guesses: int, tokens: int, n_candidates: int = 1) -> None:
+        """A step is done, and the next one begins; see `Depth.note`. n_candidates: the most of a text."""
         now = perf_counter(), self._computed()
         if self._since is not None:
-            self._depth.note(sequences, guesses, tokens, now[0] - self._since[0], now[1] - self._since[1])
+            self._depth(n_candidates).note(sequences, guesses, tokens, now[0] - self._since[0], now[1] - self._since[1])
         self._since = now
 
-    def depth(self, sequences: int = 1) -> int:
-        """Guesses for each of so many texts in the next step."""
-        return self._depth.choose(sequences)
+    def depth(self, sequences: int = 1, n_candidates: int = 1) -> int:
+        """Guesses for each of so many texts in the next step. n_candidates: the most of a text."""
+        return self._depth(n_candidates).choose(sequences)
 
 
 def load_speculator(
