@@ -21,7 +21,6 @@ from llm_models import write_gguf
 
 import hostring
 from hostring.integrations.llm.checkpoint.weights import open_checkpoint
-from hostring.integrations.llm.compute import build_local
 from hostring.integrations.llm.model.routing import Routes
 from hostring.integrations.llm.model.shards import ShardPlan
 from hostring.integrations.llm.planning.choose import choose
@@ -254,17 +253,6 @@ REFUSED_KEYS: dict[str, Any] = {
     "expert_group_count": 2,
     "leading_dense_block_count": 1,
 }
-
-
-def test_experts_are_not_computed_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write_gguf(expert_model("mixtral"), tmp_path / "m.gguf", Kind.F32)
-    parts = {"device": torch.device("cpu"), "plan": None, "max_seq": 64, "hash_activations": False, "compile": False}
-    with hostring.init(0, 1) as comm:
-        with pytest.raises(ValueError, match="can't compute packed: it has experts"):
-            build_local(open_checkpoint(path), comm, "packed", **parts)
-        part, packed = build_local(open_checkpoint(path), comm, "auto", **parts)
-    assert (part.forward.compute, packed) == ("exact", [False])
-    assert "computes with dequantised weights: it has experts" in caplog.text
 
 
 @pytest.mark.parametrize("key", REFUSED_KEYS)

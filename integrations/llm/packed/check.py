@@ -13,11 +13,13 @@ from gguf.quants import dequantize
 from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
 from hostring.integrations.llm.packed.graph import Graph, compute_once
 from hostring.integrations.llm.packed.library import Ggml, Unavailable
-from hostring.integrations.llm.packed.memory import F32, Arena
+from hostring.integrations.llm.packed.memory import F32, I32, Arena
 from hostring.integrations.llm.packed.repack import ROWS_STEP, Repacker
-from hostring.integrations.llm.packed.weights import MAX_CHECKED_ROWS, MAX_PRODUCT_ERROR, random_factors
 from hostring.shipping.extents import Extent
 
+MAX_CHECKED_ROWS = 16
+MAX_PRODUCT_ERROR = 0.05
+"""Of products with activations in blocks of 8 bits, relative to their norm; 0.003 to 0.01 is usual."""
 MAX_CHECKED_BATCH = 5  # rows that are multiplied together: a kernel may take four at a time
 
 _log = logging.getLogger(__name__)
@@ -25,15 +27,45 @@ _log = logging.getLogger(__name__)
 
 def checked_rows(tensors: dict[str, TensorInfo]) -> list[Extent]:
     """Where the rows lie that `check_formats` multiplies."""
-    return [
-        Extent(info.part, info.offset, info.row_nbytes * min(MAX_CHECKED_ROWS, info.shape[0]))
-        for _, info in _matrices(tensors).values()
-    ]
+    checked = [info for _, info in _matrices(tensors).values()]
+    checked += [info for pair in _pairs(tensors).values() for info in pair]
+    return [Extent(one.part, one.offset, one.row_nbytes * min(MAX_CHECKED_ROWS, one.shape[0])) for one in checked]
 
 
 def _matrices(tensors: dict[str, TensorInfo]) -> dict[GGMLQuantizationType, tuple[str, TensorInfo]]:
     """One matrix per format, with its name."""
     return {info.kind: (name, info) for name, info in tensors.items() if len(info.shape) == 2}
+
+
+def _pairs(tensors: dict[str, TensorInfo]) -> dict[GGMLQuantizationType, tuple[TensorInfo, TensorInfo]]:
+    """The matrices of the first two experts of a layer, for each format; empty where there are no experts."""
+    firsts = [name for name in tensors if name.startswith("blk.") and name.endswith(".0.weight")]
+    pairs = [(tensors[name], tensors[name.removesuffix("0.weight") + "1.weight"]) for name in firsts]
+    return {first.kind: (first, second) for first, second in pairs if first.kind == second.kind}
+
+
+def check_experts(ggml: Ggml, files: Sequence[npt.NDArray[np.uint8]], tensors: dict[str, TensorInfo]) -> None:
+    """Multiply a row by a few rows of two experts, the second one first.
+
+    Raises:
+        Unavailable: ggml's products differ from gguf's.
+    """
+    for kind, pair in _pairs(tensors).items():
+        stored = np.stack([_blocks(files[info.part], info) for info in pair])
+        arena, n_columns = Arena(ggml), pair[0].shape[1]
+        x, ids, y = arena.array((1, n_columns)), arena.array((1, 2), np.int32), arena.array((2, stored.shape[1]))
+        x[0], ids[0] = random_factors(n_columns), (1, 0)
+        blocks = arena.array(stored.shape, np.uint8)
+        blocks[:] = stored
+        graph = Graph(arena, 8)
+        matrices = arena.place(ggml.new_tensor_3d(graph.context, int(kind), n_columns, stored.shape[1], 2), blocks)
+        row = arena.place(ggml.new_tensor_3d(graph.context, F32, n_columns, 1, 1), x)
+        chosen = arena.place(ggml.new_tensor_2d(graph.context, I32, 2, 1), ids)
+        graph.expand(arena.place(ggml.mul_mat_id(graph.context, matrices, row, chosen), y))
+        compute_once(arena, graph)
+        error = max(_relative_error(product, stored[n], kind, x[0]) for product, n in zip(y, ids[0], strict=True))
+        if not error <= MAX_PRODUCT_ERROR:
+            raise Unavailable(f"ggml's product of experts in {kind.name} blocks is off by {error:.1%}")
 
 
 def check_formats(ggml: Ggml, files: Sequence[npt.NDArray[np.uint8]], tensors: dict[str, TensorInfo]) -> None:
@@ -139,3 +171,8 @@ def _relative_error(
 ) -> float:
     wanted = factors.astype(np.float64) @ dequantize(np.ascontiguousarray(blocks), kind).astype(np.float64).T
     return float(np.linalg.norm(y - wanted) / max(np.linalg.norm(wanted), np.finfo(np.float32).tiny))
+
+
+def random_factors(n: int) -> npt.NDArray[np.float32]:
+    """Activations for a check, the same every time."""
+    return np.random.default_rng(0).standard_normal(n).astype(np.float32)

@@ -15,7 +15,8 @@ from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
 from hostring.integrations.llm.checkpoint.layout import slices_to_read
 from hostring.integrations.llm.model.rope import rotary_divisors
 from hostring.integrations.llm.model.shards import WHOLE, Ends, ShardPlan
-from hostring.integrations.llm.packed.check import check_formats, checked_rows, repacked_formats
+from hostring.integrations.llm.packed.check import check_experts, check_formats, checked_rows, repacked_formats
+from hostring.integrations.llm.packed.expert_weights import experts_of_layer, shared_units
 from hostring.integrations.llm.packed.library import Pointer, Unavailable, at, load
 from hostring.integrations.llm.packed.memory import Arena
 from hostring.integrations.llm.packed.plan import UnitPlan
@@ -73,6 +74,7 @@ class PackedDecoder:
         checkpoint.source.read(checked_rows(checkpoint.tensors))
         files = [np.frombuffer(mapped, np.uint8) for mapped in checkpoint.mapped]
         check_formats(self.ggml, files, checkpoint.tensors)
+        check_experts(self.ggml, files, checkpoint.tensors)
         self.repacked = self._repacked(files, checkpoint.tensors, units, batch_invariant)
         n_layers = self.config.num_hidden_layers
         n_cuts = 3 + n_layers * (MAX_CUTS_PER_LAYER + 2 * len(units.columns))
@@ -108,6 +110,8 @@ class PackedDecoder:
     ) -> frozenset[GGMLQuantizationType]:
         """None where a cut may divide the rows that are interleaved: bits would depend on the plan then."""
         borders = [self.config.head_dim, *(unit.stop for unit in units.columns)]
+        if self.config.experts is not None:
+            borders += [unit.stop for unit in shared_units(self.config, units.columns)]
         if any(border % ROWS_STEP for border in borders):
             return frozenset()
         return repacked_formats(self.ggml, files, tensors, batch_invariant)
@@ -139,7 +143,9 @@ class PackedDecoder:
                 q_norm=self._optional(name + "attn_q_norm.weight"),
                 k_norm=self._optional(name + "attn_k_norm.weight"),
             ),
-            "mlp": self._region(name, "ffn_norm", {"ffn_gate": columns, "ffn_up": columns}, "ffn_down", down_units),
+            "mlp": self._region(name, "ffn_norm", {"ffn_gate": columns, "ffn_up": columns}, "ffn_down", down_units)
+            if self.config.experts is None
+            else experts_of_layer(self._weights, self.config, self.local, name, columns, down_units),
         }
 
     def _region(self, name: str, norm: str, first: dict[str, range], last: str, units: Sequence[range]) -> Matrices:
@@ -150,8 +156,10 @@ class PackedDecoder:
             for stem, cut in first.items()
         ]
         bias = self._optional(f"{name}{last}.bias") if self.rank == 0 else None
+        if bias is not None and not units:
+            raise ValueError(f"{name}{last}.bias is added by rank 0, which has no part of that matrix; give it some")
         return Matrices(
-            weights.vector(f"{name}{norm}.weight"), rows, weights.columns(f"{name}{last}.weight", units), bias
+            weights.vector(f"{name}{norm}.weight"), rows, weights.columns([f"{name}{last}.weight"], units), bias
         )
 
     def _divisors(self) -> Pointer | None:

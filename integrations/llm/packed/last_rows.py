@@ -24,6 +24,8 @@ class LastRows:
 
     def logits(self, rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """rows: shape (sequences, hidden). Returns shape (sequences, local vocabulary), valid until the next call."""
+        if not self._decoder.n_logits:
+            return np.empty((len(rows), 0), np.float32)
         graph = self._kept.pop(len(rows), None) or _Graph(self._decoder, len(rows))
         self._kept[len(rows)] = graph  # the latest last
         for oldest in list(self._kept)[:-MAX_KEPT]:

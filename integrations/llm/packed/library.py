@@ -37,7 +37,8 @@ class InitParams(C.Structure):
 
 
 class Tensor(C.Structure):
-    """`struct ggml_tensor`. Read and written in one place: the length of the cached keys and values of a step."""
+    """`struct ggml_tensor`. Written in two places: the length of the cached keys and values of a step, and how far
+    apart the matrices of experts lie in a file."""
 
     _fields_ = [
         ("type", C.c_int),
@@ -98,6 +99,8 @@ SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "add": (_P, (_P, _P, _P)),
     "add_inplace": (_P, (_P, _P, _P)),
     "mul_mat": (_P, (_P, _P, _P)),
+    "mul_mat_id": (_P, (_P, _P, _P, _P)),
+    "out_prod": (_P, (_P, _P, _P)),
     "swiglu_split": (_P, (_P, _P, _P)),
     "rope_ext": (_P, (_P, _P, _P, _P, _I, _I, _I, _F, _F, _F, _F, _F, _F)),
     "flash_attn_ext": (_P, (_P, _P, _P, _P, _P, _F, _F, _F)),

@@ -64,8 +64,9 @@ class PackedForward:
 
     @property
     def goes_wide(self) -> bool:
-        """Whether steps of many rows dequantise: not where kernels for repacked blocks are as fast."""
-        return not (self.batch_invariant or self.decoder.repacked)
+        """Whether steps of many rows dequantise: not where kernels for repacked blocks are as fast, nor
+        with experts, of which each row uses a few."""
+        return not (self.batch_invariant or self.decoder.repacked or self.decoder.config.experts)
 
     @property
     def nbytes_held(self) -> int:

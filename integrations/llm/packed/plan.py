@@ -75,7 +75,13 @@ class UnitPlan:
         return _per_rank(self.groups, plan.kv_groups, "KV-head groups")
 
     def columns_per_rank(self, plan: ShardPlan) -> list[int]:
-        """The same for units of the MLP."""
+        """The same for units of the MLP, or of every expert.
+
+        Raises:
+            ValueError: a share ends inside of a unit, or ranks hold experts whole.
+        """
+        if plan.experts:
+            raise ValueError("ranks that hold whole experts can't compute packed; leave experts=place out")
         return _per_rank(self.columns, plan.columns, "FFN columns")
 
 

@@ -14,8 +14,9 @@ from hostring.integrations.llm.model.config import ModelConfig
 from hostring.integrations.llm.model.regions import Attention, Experts, GatedMlp, Region
 from hostring.integrations.llm.packed.cache_tensors import CacheTensors
 from hostring.integrations.llm.packed.exchange import Exchange, SequenceRows
+from hostring.integrations.llm.packed.experts import ExpertMatrices, ExpertNodes, RoutedRows
 from hostring.integrations.llm.packed.graph import Graph
-from hostring.integrations.llm.packed.library import Pointer
+from hostring.integrations.llm.packed.library import Pointer, at
 from hostring.integrations.llm.packed.memory import Arena
 from hostring.integrations.llm.packed.units import Tree
 from hostring.integrations.llm.packed.weights import Unit
@@ -49,6 +50,7 @@ class Matrices:
         first: those that read it, each with its bias: queries, keys and values; or gate and up.
         last: the units of the one that writes to it. last_bias: on one rank only.
         q_norm, k_norm: of queries and keys.
+        experts: where the first and the last are those of many experts, how a row chooses some.
     """
 
     norm: Pointer
@@ -57,6 +59,7 @@ class Matrices:
     last_bias: Pointer | None = None
     q_norm: Pointer | None = None
     k_norm: Pointer | None = None
+    experts: ExpertMatrices | None = None
 
 
 class StepGraphs:
@@ -80,8 +83,10 @@ class StepGraphs:
         self.context = arena.context(2 * nodes * n_graphs, 1 if joined else n_graphs, self._max_nodes)
         self.inputs = exchange.tensors(self.context)
         self.caches = [CacheTensors(arena, self.context, config, sequence) for sequence in exchange.sequences]
+        self.routed = None if config.experts is None else RoutedRows(arena, self.context, exchange.x, config.experts)
         self.before: Fold | None = None  # the reduction whose sum is not yet in the stream
         self.graphs: list[Graph] = []
+        self.then: list[Fold | ExpertMatrices | None] = []  # what follows each graph: a reduction, a choice, or nothing
 
     def embed(self, embedding: Pointer) -> None:
         """The graph that looks rows up: x = embedding[ids]."""
@@ -89,9 +94,9 @@ class StepGraphs:
         self.end_graph(self.arena.place(rows, self.exchange.x))
 
     def end(self, norm: Pointer, head: Pointer | None) -> None:
-        """The graph of the logits that are wanted; without a head, of the stream."""
+        """The graph of the logits that are wanted; without a head, or without rows of it, of the stream."""
         g, ctx = self.ggml, self.context
-        if head is None:
+        if head is None or not at(head).ne[1]:
             self.end_graph(self.stream())
             return
         x, n_wanted = self.stream(), len(self.exchange.last)
@@ -120,10 +125,11 @@ class StepGraphs:
         """RMSNorm along columns."""
         return self.ggml.mul(self.context, self.ggml.rms_norm(self.context, x, self.config.rms_norm_eps), weight)
 
-    def end_graph(self, *tensors: Pointer) -> None:
-        """One graph that computes these, in this order."""
+    def end_graph(self, *tensors: Pointer, then: Fold | ExpertMatrices | None = None) -> None:
+        """One graph that computes these, in this order, and what is to be done then."""
         if not (self._joined and self.graphs):
             self.graphs.append(Graph(self.arena, self._max_nodes, self.context))
+            self.then.append(then)
         for tensor in tensors:
             self.graphs[-1].expand(tensor)
 
@@ -202,10 +208,16 @@ class LayerGraphs:
         raise NotImplementedError("norms over all heads are refused before graphs are made")
 
     def route(self, h: Any, x: Any, region: Experts) -> Any:
-        raise NotImplementedError("experts are refused before graphs are made")
+        """A graph ends with the norm of the stream, which the router reads."""
+        routed, weights = self.graphs.routed, self.weights[region.side].experts
+        assert routed is not None
+        assert weights is not None
+        self.graphs.end_graph(routed.holds(self.graphs.arena, x), then=weights)
+        return ExpertNodes(self.ggml, self.context, routed, weights)
 
     def gate_experts(self, x: Any, routes: Any, region: Experts) -> Any:
-        raise NotImplementedError("experts are refused before graphs are made")
+        """What the last matrices of the experts multiply, with the nodes of these experts."""
+        return routes, routes.gated([matrices for matrices, _ in self.weights[region.side].first])
 
     def add_sum(self, h: Any, x: Any, region: Region) -> Any:
         """The graph ends with this rank's slots: products of its units, folded to subtrees.
@@ -213,17 +225,24 @@ class LayerGraphs:
         A rank without units brings zeros, which are in its slots already.
         """
         g, ctx, graphs, w = self.ggml, self.context, self.graphs, self.weights[region.side]
-        line, fold = 4 * sum(unit.width for unit in w.last), self.folds[region.side]
-        products = []
-        for unit in w.last:
-            products.append(g.mul_mat(ctx, unit.tensor, self._piece(x, unit, line) if len(w.last) > 1 else x))
+        fold, products = self.folds[region.side], self._products(x, w.last, region)
         if w.last_bias is not None:  # on the rank that holds the first unit, whose product it joins
             products[0] = g.add(ctx, products[0], w.last_bias)
         slots = graphs.exchange.slots
         results = [graphs.arena.place(graphs.fold(tree, products), slots[slot]) for slot, tree in fold.brings]
-        graphs.end_graph(*self._first, *results)
+        graphs.end_graph(*self._first, *results, then=fold)
         self._first, graphs.before = [], fold
         return h
+
+    def _products(self, x: Any, units: list[Unit], region: Region) -> list[Pointer]:
+        """x times each unit of the region's last matrix."""
+        if isinstance(region, Experts):
+            nodes, gated = x
+            return list(nodes.products(gated, units))
+        line, mul_mat = 4 * sum(unit.width for unit in units), self.ggml.mul_mat
+        return [
+            mul_mat(self.context, unit.tensor, self._piece(x, unit, line) if len(units) > 1 else x) for unit in units
+        ]
 
     def _piece(self, x: Pointer, unit: Unit, line: int) -> Pointer:
         """The columns of x that a unit multiplies. Repacked kernels take four rows at a time, with no gaps between."""

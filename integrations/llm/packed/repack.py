@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostring.integrations.llm.packed.library import Ggml, Pointer
-from hostring.integrations.llm.packed.memory import F32, Arena
+from hostring.integrations.llm.packed.memory import F32, I32, Arena
 
 ROWS_STEP: Final = 8  # rows that are interleaved, at most: a matrix needs a multiple of them
 _LAYOUT: Final = b"CPU_REPACK"  # ggml's name of it; others (AMX) were not tried
@@ -43,28 +43,33 @@ class Repacker:
         return None
 
     def place(self, arena: Arena, context: Pointer, kind: int, blocks: npt.NDArray[np.uint8]) -> Pointer | None:
-        """A matrix of these blocks, shape (rows, bytes of a row), laid out anew; None where there is no kernel for it.
+        """A matrix of these blocks, shape (rows, bytes of a row), or several, shape (matrices, rows, bytes of a row),
+        laid out anew; None where there is no kernel for it.
 
         Takes as much memory as `blocks`, which are copied, in a buffer that `arena` owns.
         """
-        ggml, n_rows = self._ggml, len(blocks)
+        ggml, (*n_matrices, n_rows, line) = self._ggml, blocks.shape
         if self._type is None or n_rows % ROWS_STEP:
             return None
-        n_columns = blocks.shape[1] // ggml.type_size(kind) * ggml.blck_size(kind)
-        tensor = ggml.new_tensor_2d(context, kind, n_columns, n_rows)
+        n_columns = line // ggml.type_size(kind) * ggml.blck_size(kind)
+        tensor = ggml.new_tensor_3d(context, kind, n_columns, n_rows, *n_matrices or [1])
         buffer = ggml.backend_buft_alloc_buffer(self._type, ggml.backend_buft_get_alloc_size(self._type, tensor))
         if not buffer:
             raise MemoryError(f"ggml has no memory for a matrix of {blocks.nbytes} bytes")
         arena.own(ggml.backend_buffer_free, buffer)
         arena.place_at(tensor, buffer, ggml.backend_buffer_get_base(buffer))
-        if not self._has_kernel(tensor, n_columns):
+        if not self._has_kernel(tensor, n_columns, several=bool(n_matrices)):
             return None
         copy = np.ascontiguousarray(blocks)
         ggml.backend_tensor_set(tensor, copy.ctypes.data, 0, copy.nbytes)
         return tensor
 
-    def _has_kernel(self, tensor: Pointer, n_columns: int) -> bool:
-        arena = Arena(self._ggml)
+    def _has_kernel(self, tensor: Pointer, n_columns: int, several: bool) -> bool:
+        ggml, arena = self._ggml, Arena(self._ggml)
         context = arena.context(4)
-        row = self._ggml.new_tensor_1d(context, F32, n_columns)
-        return bool(self._ggml.backend_dev_supports_op(self._device, self._ggml.mul_mat(context, tensor, row)))
+        row = ggml.new_tensor_1d(context, F32, n_columns)
+        if several:
+            product = ggml.mul_mat_id(context, tensor, row, ggml.new_tensor_1d(context, I32, 1))
+        else:
+            product = ggml.mul_mat(context, tensor, row)
+        return bool(ggml.backend_dev_supports_op(self._device, product))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,9 +13,10 @@ from hostring.integrations.llm.model.regions import layers_of
 from hostring.integrations.llm.packed.cache import POSITIONS_STEP, PackedCache, whole_steps
 from hostring.integrations.llm.packed.decoder import PackedDecoder
 from hostring.integrations.llm.packed.exchange import Exchange, Shape, rows_of
+from hostring.integrations.llm.packed.experts import ExpertMatrices
 from hostring.integrations.llm.packed.graph import Backend
 from hostring.integrations.llm.packed.memory import Arena
-from hostring.integrations.llm.packed.regions import LayerGraphs, StepGraphs
+from hostring.integrations.llm.packed.regions import Fold, LayerGraphs, StepGraphs
 from hostring.integrations.llm.packed.units import Tree
 
 MAX_KEPT_SHAPES = 3  # with several rows of a sequence, whose graphs are kept
@@ -49,7 +50,8 @@ class _Step:
         width = local.num_attention_heads * local.head_dim
         sizes = (local.hidden_size, width, decoder.n_slots, decoder.n_logits, decoder.n_head_rows)
         self.exchange = e = Exchange(arena, rows_of(shape), *sizes, every)
-        self._graphs = graphs = StepGraphs(arena, local, e, 2 + sum(map(len, layers)), joined)
+        n_choices = 0 if local.experts is None else len(layers)
+        self._graphs = graphs = StepGraphs(arena, local, e, 2 + sum(map(len, layers)) + n_choices, joined)
         if decoder.embedding is not None:
             graphs.embed(decoder.embedding)
         for regions, weights in zip(layers, decoder.layers, strict=True):
@@ -60,17 +62,33 @@ class _Step:
         backend = Backend(arena, decoder.threads, reference=decoder.batch_invariant or not decoder.repacked)
         self._compute, self._backend = decoder.ggml.backend_graph_plan_compute, backend.pointer
         plans = backend.plan(arena, graphs.graphs)
-        self._embeds = plans.pop(0) if decoder.embedding is not None and not joined else None
-        *between, self._last = plans  # joined graphs are the last
         for cached in graphs.caches:
             cached.plan_is_made()
-        folds = [decoder.folds[region.side] for regions in layers for region in regions]
         self._result = e.x if decoder.head is None else e.logits
-        self._between = []  # (plan, slots of the other ranks, slots that are exchanged, how they are folded)
-        for plan, fold in zip(between, folds, strict=False):
-            own = {slot for slot, _ in fold.brings}
-            others = [e.slots[n] for n in range(fold.n_slots) if n not in own]
-            self._between.append((plan, others, e.slots[: fold.n_slots], fold.completes))
+        self._last = plans[-1]
+        self._n_before = int(decoder.embedding is not None)  # graphs before the first layer
+        between = [] if joined else zip(plans[:-1], graphs.then[:-1], strict=True)
+        self._between = [(plan, self._then(then)) for plan, then in between]
+
+    def _then(self, then: Fold | ExpertMatrices | None) -> Callable[[Sums | None], None]:
+        """What is to be done after a graph."""
+        e = self.exchange
+        if then is None:
+            return lambda sums: None
+        if isinstance(then, ExpertMatrices):
+            routed = self._graphs.routed
+            assert routed is not None
+            return lambda sums: routed.choose(then)
+        own = {slot for slot, _ in then.brings}
+        others, slots = [e.slots[n] for n in range(then.n_slots) if n not in own], e.slots[: then.n_slots]
+
+        def reduce(sums: Sums | None) -> None:
+            if sums is not None:
+                for slot in others:
+                    slot.fill(-0.0)  # which changes no number and no zero
+                sums.reduce(slots, then.completes)
+
+        return reduce
 
     def run(self, rows: Rows, sums: Sums | None, stream: Stream | None) -> Stream:
         """The logits that are wanted of `rows`, which are shaped as the graphs are; without a head, the stream."""
@@ -80,19 +98,14 @@ class _Step:
             cached.point_at(cache, cache.length + len(ids))
         if stream is not None:
             e.x[:] = stream
-        if self._embeds is not None:
-            compute(backend, self._embeds)
-        if sums is None:
-            compute(backend, self._last)
-            return self._result
-        sums.begin(e.x)
-        for plan, others, slots, completes in self._between:
+        for n, (plan, then) in enumerate(self._between):
+            if sums is not None and n == self._n_before:
+                sums.begin(e.x)
             compute(backend, plan)
-            for slot in others:
-                slot.fill(-0.0)  # which changes no number and no zero
-            sums.reduce(slots, completes)
+            then(sums)
         compute(backend, self._last)
-        sums.end(e.x)
+        if sums is not None:
+            sums.end(e.x)
         return self._result
 
 
@@ -100,7 +113,8 @@ class Steps:
     """Runs steps of a decoder, and keeps the graphs of the shapes that came last.
 
     Args:
-        sums: adds up over the ranks; None on a single rank, which then computes a step in one graph.
+        sums: adds up over the ranks; None on a single rank, which then computes a step in one graph, unless a router
+            is to choose in between.
     """
 
     def __init__(self, decoder: PackedDecoder, sums: Sums | None) -> None:
@@ -139,7 +153,8 @@ class Steps:
             same = [kept for kept in self._kept if (_single(kept[0]), kept[1]) == (_single(shape), every)]
             for oldest in same[: len(same) + 1 - limit]:
                 del self._kept[oldest]
-            found = _Step(self._decoder, shape, every, joined=self._sums is None)
+            joined = self._sums is None and self._decoder.config.experts is None
+            found = _Step(self._decoder, shape, every, joined)
         self._kept[key] = found  # the latest last
         return found
 

@@ -6,25 +6,21 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
 from hostring.integrations.llm.model.config import ModelConfig
-from hostring.integrations.llm.packed.library import Pointer
+from hostring.integrations.llm.packed.library import Pointer, at
 from hostring.integrations.llm.packed.memory import F32, Arena
 from hostring.integrations.llm.packed.repack import ROWS_STEP, Repacker
 from hostring.shipping.extents import Extent
 
 FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32")
 """Block formats whose products ggml makes from the blocks themselves."""
-
-MAX_CHECKED_ROWS = 16
-MAX_PRODUCT_ERROR = 0.05
-"""Of products with activations in blocks of 8 bits, relative to their norm; 0.003 to 0.01 is usual."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +111,60 @@ class PackedWeights:
         tensor = self._arena.ggml.new_tensor_2d(self._context, int(info.kind), info.shape[-1], len(rows))
         return self._placed(tensor, info, start)
 
+    def stack(self, names: Sequence[str], rows: range) -> Pointer:
+        """The same rows of several matrices, [columns, rows, matrices]: laid out anew, or where they lie in the file if
+        that is at equal distances.
+
+        Raises:
+            ValueError: the matrices have several formats.
+        """
+        infos = self._alike(names)
+        first, step = infos[0], infos[-1].offset - infos[-2].offset if len(infos) > 1 else 0
+        starts, nbytes = [info.offset + rows.start * info.row_nbytes for info in infos], len(rows) * first.row_nbytes
+        self._read([Extent(info.part, start, nbytes) for info, start in zip(infos, starts, strict=True)])
+        even = all(info.part == first.part and info.offset == first.offset + n * step for n, info in enumerate(infos))
+        if rows and (first.kind in self._repacked or not even):
+            blocks = [self._blocks(info)[rows.start : rows.stop] for info in infos]
+            tensor = self._stacked(blocks, first, first.kind in self._repacked)
+            for info, start in zip(infos, starts, strict=True):
+                self._forget(info.part, start, nbytes)
+            return tensor
+        self.held += [(info.part, start, nbytes) for info, start in zip(infos, starts, strict=True)]
+        tensor = self._arena.ggml.new_tensor_3d(self._context, int(first.kind), first.shape[1], len(rows), len(infos))
+        at(tensor).nb[2], at(tensor).nb[3] = step, step * len(infos)
+        return self._placed(tensor, first, starts[0])
+
+    def _alike(self, names: Sequence[str]) -> list[TensorInfo]:
+        """Where several matrices lie that are to be one tensor."""
+        infos = [self._tensors[name] for name in names]
+        for name, info in zip(names, infos, strict=True):
+            if info.kind != infos[0].kind:
+                raise ValueError(
+                    f"{name} is stored as {info.kind.name}, and {names[0]} as {infos[0].kind.name}; packed compute "
+                    "needs one format for the experts of a layer; compute exact"
+                )
+        return infos
+
+    def _blocks(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
+        """A matrix as it is stored, shape (rows, bytes of a row)."""
+        stored = self._files[info.part][info.offset : info.offset + info.shape[0] * info.row_nbytes]
+        return stored.reshape(info.shape[0], info.row_nbytes)
+
+    def _stacked(self, blocks: Sequence[npt.NDArray[np.uint8]], info: TensorInfo, repacked: bool) -> Pointer:
+        """A copy of matrices of one shape as one tensor."""
+        nbytes = sum(one.size for one in blocks)
+        if repacked:
+            return self._laid_out(info, np.stack(blocks) if len(blocks) > 1 else blocks[0], nbytes)
+        n_rows, line = blocks[0].shape
+        copy = self._arena.array((len(blocks), n_rows, line), np.uint8)
+        for own, theirs in zip(copy, blocks, strict=True):
+            np.copyto(own, theirs)
+        self.copied_nbytes += nbytes
+        block, block_nbytes = GGML_QUANT_SIZES[info.kind]
+        width = line // block_nbytes * block
+        tensor = self._arena.ggml.new_tensor_3d(self._context, int(info.kind), width, n_rows, len(blocks))
+        return self._arena.place(tensor, copy)
+
     def _laid_out(self, info: TensorInfo, blocks: npt.NDArray[np.uint8], nbytes: int) -> Pointer:
         """`nbytes`: of the file."""
         tensor = self._repacker.place(self._arena, self._context, int(info.kind), blocks)
@@ -140,6 +190,22 @@ class PackedWeights:
         tensor = self._arena.ggml.new_tensor_1d(self._context, F32, len(elements))
         return self._placed(tensor, info, start)
 
+    def floats(self, name: str) -> npt.NDArray[np.float32]:
+        """A vector or a small matrix in float32, copied.
+
+        Raises:
+            ValueError: it is stored in blocks.
+        """
+        info = self._tensors[name]
+        if info.kind not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16):
+            raise ValueError(f"{name} is stored as {info.kind.name}; packed compute needs F32 or F16; compute exact")
+        nbytes = int(np.prod(info.shape[:-1])) * info.row_nbytes
+        self._read([Extent(info.part, info.offset, nbytes)])
+        self.copied_nbytes += nbytes
+        stored = self._files[info.part][info.offset : info.offset + nbytes]
+        found: npt.NDArray[np.float32] = dequantize(stored, info.kind).astype(np.float32).reshape(info.shape)
+        return found
+
     def _placed(self, tensor: Pointer, info: TensorInfo, start: int) -> Pointer:
         return self._arena.place_at(tensor, self._buffers[info.part], self._files[info.part].ctypes.data + start)
 
@@ -149,30 +215,31 @@ class PackedWeights:
         copy[:] = values
         return self._arena.place(self._arena.ggml.new_tensor_1d(self._context, F32, values.size), copy)
 
-    def columns(self, name: str, units: Sequence[range]) -> list[Unit]:
-        """The columns of each unit, copied into a contiguous matrix. Units follow each other.
+    def columns(self, names: Sequence[str], units: Sequence[range]) -> list[Unit]:
+        """The columns of each unit, copied into a contiguous matrix; those of several matrices of one shape into one
+        tensor, [width, rows, matrices]. Units follow each other.
 
         Strided views of the file would save the copy and cost 2.6 times the time of every product.
 
         Raises:
-            ValueError: a cut is inside of a block.
+            ValueError: a cut is inside of a block, or the matrices have several formats.
         """
-        info = self._tensors[name]
+        infos = self._alike(names)
+        info, n_rows = infos[0], infos[0].shape[0]
         block, block_nbytes = GGML_QUANT_SIZES[info.kind]
-        n_rows = info.shape[0]
-        data = self._files[info.part][info.offset : info.offset + n_rows * info.row_nbytes]
-        whole = data.reshape(n_rows, info.row_nbytes)
-        found = []
+        repacked, found = info.kind in self._repacked and n_rows % ROWS_STEP == 0, []
         for unit in units:
             if unit.start % block or unit.stop % block:
-                raise ValueError(f"{name}: columns {unit.start} to {unit.stop} cut {info.kind.name} blocks of {block}")
-            start, line = unit.start // block * block_nbytes, len(unit) // block * block_nbytes
+                raise ValueError(
+                    f"{names[0]}: columns {unit.start} to {unit.stop} cut {info.kind.name} blocks of {block}"
+                )
+            start, stop = (end // block * block_nbytes for end in (unit.start, unit.stop))
             rows = range(n_rows)
-            self._read([Extent.of_matrix(info.part, info.offset, info.row_nbytes, rows, start, start + line)])
-            repacked, columns = info.kind in self._repacked and n_rows % ROWS_STEP == 0, whole[:, start : start + line]
-            tensor = self._laid_out(info, columns, columns.size) if repacked else self._copied(info, columns, len(unit))
+            self._read([Extent.of_matrix(one.part, one.offset, one.row_nbytes, rows, start, stop) for one in infos])
+            tensor = self._stacked([self._blocks(one)[:, start:stop] for one in infos], info, repacked)
             found.append(Unit(tensor, unit.start - units[0].start, len(unit), repacked))
-        self._forget(info.part, info.offset, n_rows * info.row_nbytes)
+        for one in infos:
+            self._forget(one.part, one.offset, n_rows * one.row_nbytes)
         return found
 
     def _forget(self, part: int, start: int, nbytes: int) -> None:
@@ -180,13 +247,6 @@ class PackedWeights:
         first, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if stop > first:
             self._mapped[part].madvise(mmap.MADV_DONTNEED, first, stop - first)
-
-    def _copied(self, info: TensorInfo, columns: npt.NDArray[np.uint8], width: int) -> Pointer:
-        copy = self._arena.array(columns.shape, np.uint8)
-        np.copyto(copy, columns)
-        self.copied_nbytes += copy.nbytes
-        tensor = self._arena.ggml.new_tensor_2d(self._context, int(info.kind), width, len(columns))
-        return self._arena.place(tensor, copy)
 
 
 def column_unit(tensors: dict[str, TensorInfo], names: Sequence[str]) -> int:
@@ -200,21 +260,31 @@ def column_units(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[i
     layers = range(config.num_hidden_layers)
     downs = [f"{n}." for n in range(config.experts.count)] if config.experts else [""]
     o = [f"blk.{n}.attn_output.weight" for n in layers]
-    return column_unit(tensors, o), column_unit(tensors, [f"blk.{n}.ffn_down.{e}weight" for n in layers for e in downs])
+    down = column_unit(tensors, [f"blk.{n}.ffn_down.{e}weight" for n in layers for e in downs])
+    if config.experts and (shared := config.experts.shared_columns):
+        shared_down = column_unit(tensors, [f"blk.{n}.ffn_down_shexp.weight" for n in layers])
+        down = _with_shared(down, config.intermediate_size, shared, shared_down)
+    return column_unit(tensors, o), down
+
+
+def _with_shared(unit: int, columns: int, shared: int, shared_unit: int) -> int:
+    """The fewest columns of an expert, whole units, that the shared expert follows with whole units of its own; all
+    columns where that is no part of them."""
+    for n in range(unit, columns, unit):
+        if columns % n == 0 and shared * n % (columns * shared_unit) == 0:
+            return n
+    return columns
 
 
 def unsupported(config: ModelConfig, tensors: dict[str, TensorInfo]) -> str:
     """What keeps a file from being decoded packed, and why; empty when nothing does."""
     if config.windows:
         return f"sliding windows of {max(config.windows)} positions are not computed packed"
-    if config.experts is not None:
-        return "it has experts, whose blocks are dequantised; compute exact"
+    if config.qk_norm_across:
+        return "norms over all queries of a token together are not computed packed"
+    if config.experts is not None and config.experts.count < 2:
+        return "it has a single expert"
     for name, info in tensors.items():
         if info.kind.name not in FORMATS:
             return f"{name} is stored as {info.kind.name}; packed are {', '.join(FORMATS)}"
     return ""
-
-
-def random_factors(n: int) -> npt.NDArray[Any]:
-    """Activations for a check, the same every time."""
-    return np.random.default_rng(0).standard_normal(n).astype(np.float32)
