@@ -69,7 +69,8 @@ def check_experts(ggml: Ggml, files: Sequence[npt.NDArray[np.uint8]], tensors: d
 
 
 def check_formats(ggml: Ggml, files: Sequence[npt.NDArray[np.uint8]], tensors: dict[str, TensorInfo]) -> None:
-    """Multiply a few rows of one matrix per format. files: of the model, mapped; they hold `checked_rows`.
+    """Multiply a few rows of one matrix per format, and of two experts. files: of the model, mapped; they hold
+    `checked_rows`.
 
     Raises:
         Unavailable: ggml's block sizes or products differ from gguf's.
@@ -85,6 +86,7 @@ def check_formats(ggml: Ggml, files: Sequence[npt.NDArray[np.uint8]], tensors: d
             raise Unavailable(f"ggml's product of {kind.name} blocks ({name}) is off by {error:.1%}")
         if kind != GGMLQuantizationType.F32 and not _converts_alike(ggml, files[info.part], info):
             raise Unavailable(f"ggml converts {kind.name} blocks ({name}) to other numbers than gguf does")
+    check_experts(ggml, files, tensors)
 
 
 def repacked_formats(

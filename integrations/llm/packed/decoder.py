@@ -15,7 +15,7 @@ from hostring.integrations.llm.checkpoint.gguf_header import TensorInfo
 from hostring.integrations.llm.checkpoint.layout import slices_to_read
 from hostring.integrations.llm.model.rope import rotary_divisors
 from hostring.integrations.llm.model.shards import WHOLE, Ends, ShardPlan
-from hostring.integrations.llm.packed.check import check_experts, check_formats, checked_rows, repacked_formats
+from hostring.integrations.llm.packed.check import check_formats, checked_rows, repacked_formats
 from hostring.integrations.llm.packed.expert_weights import experts_of_layer, shared_units
 from hostring.integrations.llm.packed.library import Pointer, Unavailable, at, load
 from hostring.integrations.llm.packed.memory import Arena
@@ -74,7 +74,6 @@ class PackedDecoder:
         checkpoint.source.read(checked_rows(checkpoint.tensors))
         files = [np.frombuffer(mapped, np.uint8) for mapped in checkpoint.mapped]
         check_formats(self.ggml, files, checkpoint.tensors)
-        check_experts(self.ggml, files, checkpoint.tensors)
         self.repacked = self._repacked(files, checkpoint.tensors, units, batch_invariant)
         n_layers = self.config.num_hidden_layers
         n_cuts = 3 + n_layers * (MAX_CUTS_PER_LAYER + 2 * len(units.columns))
