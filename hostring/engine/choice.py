@@ -140,7 +140,7 @@ class Tuner:
 
     def segment(self, itemsize: int) -> int:
         """The segment length in elements for data that is forwarded or folded on its way."""
-        return max(1, SEGMENT_NBYTES // itemsize)
+        return SEGMENT_NBYTES // itemsize
 
 
 def links_table(allowed: Mapping[str, Sequence[Way]]) -> Table:

@@ -190,6 +190,25 @@ def test_a_plan_for_another_group_is_refused(tmp_path: Path, run_ranks: Ranks) -
     assert run_ranks(2, run) == [None, None]
 
 
+def test_a_part_of_the_model_stays_where_its_rank_does(tmp_path: Path, run_ranks: Ranks) -> None:
+    save(hf_model("llama"), tmp_path)
+
+    def body(comm: hostring.Comm) -> str:
+        part = build(open_checkpoint(tmp_path), comm)
+        with comm.split(0, key=-comm.rank) as turned:  # rank 1 is the middle one again
+            try:
+                part.move_to(turned)
+            except ValueError as exc:
+                return str(exc)
+            assert part.comm is turned
+        return ""
+
+    left, middle, right = run_ranks(3, body)
+    assert "that of rank 0 of 3, the group makes this rank 2 of 3" in left
+    assert middle == ""
+    assert "that of rank 2 of 3, the group makes this rank 0 of 3" in right
+
+
 def test_a_decoder_in_memory_is_cut_up_without_touching_it(run_ranks: Ranks) -> None:
     config = ModelConfig(77, 40, 50, 2, 6, 3, 8, max_position_embeddings=32)
     whole = Decoder(config).initialise(seed=4, std=0.2).eval()
