@@ -157,3 +157,11 @@ def test_on_a_network_fewer_bytes_move_the_thresholds():
 
     assert upto("float32") < upto("bfloat16") < upto("mxint8") < upto("mxfp4")
     assert upto("float32") < upto("mxint8-both") < upto("mxfp4-both")
+
+
+def test_a_threshold_holds_up_to_its_border_and_not_beyond():
+    tuner = Tuner("auto", "rank", 3)
+    usual = dict(tuner.table)
+    small, large = Threshold(4096, "mesh", "one_shot"), Threshold(WHOLE, "mesh", "two_shot")
+    tuner.adopt({**usual, "all_reduce": [small, large]}, "this test")
+    assert [tuner.choose("all_reduce", n, 4).variant for n in (4, 4096, 4100)] == ["one_shot", "one_shot", "two_shot"]
