@@ -137,6 +137,8 @@ def check_output(path: str | Path, option: str) -> None:
         ValueError: names the option, the file and what is wrong.
     """
     file = Path(path)
+    if str(path) == "-":
+        raise ValueError(f"{option} -: standard output has what people read; name a file, or /dev/stderr")
     if file.is_dir():
         raise ValueError(f"{option} {path}: this is a directory; name a file")
     if not file.parent.is_dir():

@@ -150,7 +150,7 @@ def demo(
 
     _prepare("demo")
     check_order(topology, _order(topology))
-    _check_folder(json_file)
+    _check_output(json_file)
     result = _load("demo.start").demo(_job(options, controls=not chat if controls is None else controls))
     _finish(result, json_file)
 
@@ -188,15 +188,14 @@ def generate(
     """Do the demo's work as one rank of a group that a launcher started.
 
     Run it under torchrun, mpirun, srun or `hostring launch -n 2 -m hostring generate`. Only the head rank prints. A
-    rank
-    that dies while more prompts are to come is waited for; `hostring launch --rejoin 9` starts it again, elsewhere the
-    line to run is printed. The exit code is 1 when an answer broke off.
+    rank that dies while more prompts are to come is waited for; `hostring launch --rejoin 9` starts it again, elsewhere
+    the line to run is printed. The exit code is 1 when an answer broke off.
     """
     options = dict(locals())
     import hostring
 
     _prepare("generate")
-    _check_folder(json_file)
+    _check_output(json_file)
     with hostring.init(topology=topology, order=_order(topology), timeout=timeout, silence=wanted_silence()) as comm:
         job = _job(options, ranks=comm.world_size, device=None, timeout=comm.timeout)
         result = _load("demo.start").generate(job, comm, device=device, stats=stats)
@@ -209,10 +208,11 @@ def _order(topology: str) -> str:
     return "tree" if topology == "tree" else os.environ.get("HOSTRING_ORDER") or "rank"
 
 
-def _check_folder(json_file: Path | None) -> None:
-    """Before the run, and not after it."""
-    if json_file is not None and not json_file.parent.is_dir():
-        raise FileNotFoundError(f"--json {json_file}: there is no directory {json_file.parent}; make it first")
+def _check_output(json_file: Path | None) -> None:
+    from hostring.command_line import check_output
+
+    if json_file is not None:
+        check_output(json_file, "--json")
 
 
 def _prepare(command: str) -> None:

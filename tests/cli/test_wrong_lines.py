@@ -59,6 +59,8 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     # files
     (BENCH, ["--json", "{folder}"], "--json {folder}: this is a directory"),
     (BENCH, ["--json", "{folder}/none/out.json"], "there is no directory {folder}/none"),
+    (BENCH, ["--json", "-"], "--json -: standard output has what people read"),
+    (("hostring", "demo"), ["--json", "-"], "--json -: standard output has what people read"),
     (BENCH, ["--plot", "{folder}/none/out.png"], "there is no directory {folder}/none"),
     (BENCH, ["--plot", "{folder}/out.xyz"], "no format is called 'xyz'; use one of"),
     (BENCH, ["--colour"], "No such option"),
