@@ -69,8 +69,7 @@ class Router(nn.Module):
         """
         h, x = h.flatten(0, -2), x.flatten(0, -2)
         scores = F.linear(x, self.weight)  # (rows, experts)
-        ranked = torch.sort(self._sure(scores, h, x, norm), dim=-1, descending=True, stable=True).indices
-        experts = ranked[:, : self.mixture.used].sort(-1).values
+        experts = self.experts_of(scores, h, x, norm)
         weights = scores.softmax(-1).gather(-1, experts)
         if self.mixture.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -78,6 +77,11 @@ class Router(nn.Module):
             weights = weights * self.mixture.scale
         shared = None if self.shared is None else F.linear(x, self.shared).sigmoid()
         return Routes(experts, weights, shared)
+
+    def experts_of(self, scores: Tensor, h: Tensor, x: Tensor, norm: nn.Module) -> Tensor:
+        """Numbers of the experts that rows with these scores use, rising, shape (rows, used); see `forward`."""
+        ranked = torch.sort(self._sure(scores, h, x, norm), dim=-1, descending=True, stable=True).indices
+        return ranked[:, : self.mixture.used].sort(-1).values
 
     def _sure(self, scores: Tensor, h: Tensor, x: Tensor, norm: nn.Module) -> Tensor:
         """Scores that rank the experts of each row alike on all ranks, as far as the choice goes.
@@ -102,14 +106,18 @@ class Router(nn.Module):
         return found
 
     def _doubt(self, x: Tensor) -> Tensor:
-        """How much two scores of a row may differ from rank to rank, shape (rows,): a sum of n products in any order,
-        of a norm whose n squares were added in any order, is off by less than n + 8 roundings of |x| |w|."""
+        """How much two scores of a row may differ from rank to rank, shape (rows,)."""
+        doubt: Tensor = self.doubt_of_length_1() * torch.linalg.vector_norm(x, dim=-1)
+        return doubt
+
+    def doubt_of_length_1(self) -> Tensor:
+        """The same for a row of length 1: a sum of n products in any order, of a norm whose n squares were added in any
+        order, is off by less than n + 8 roundings of |x| |w|."""
         longest = self._longest
         if longest is None:
             longest = torch.linalg.vector_norm(self.weight, dim=-1).max()
             self._longest = None if self.weight.requires_grad else longest  # which training would change
-        doubt: Tensor = 4 * (x.shape[-1] + 8) * EPSILON * torch.linalg.vector_norm(x, dim=-1) * longest
-        return doubt
+        return 4 * (self.weight.shape[-1] + 8) * EPSILON * longest
 
 
 def same_scores(h: Tensor, norm: nn.Module, weight: Tensor) -> Tensor:

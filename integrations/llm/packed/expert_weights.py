@@ -38,10 +38,8 @@ def experts_of_layer(
     rows = range(shared[0].start, shared[-1].stop) if shared else range(0)
     norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
     norm.weight = _frozen(weights.floats(f"{name}ffn_norm.weight"))
-    router = Router(config.hidden_size, here)
-    router.weight = _frozen(weights.floats(f"{name}ffn_gate_inp.weight"))
-    if shared:
-        router.shared = _frozen(weights.floats(f"{name}ffn_gate_inp_shexp.weight"))
+    router, scores = Router(config.hidden_size, here), weights.floats(f"{name}ffn_gate_inp.weight")
+    router.weight = _frozen(scores)
     return Matrices(
         weights.vector(f"{name}ffn_norm.weight"),
         [(weights.stack(stems[stem], columns), None) for stem in ("ffn_gate", "ffn_up")],
@@ -49,6 +47,9 @@ def experts_of_layer(
         experts=ExpertMatrices(
             router,
             norm,
+            float(router.doubt_of_length_1()),
+            weights.constant(scores),
+            weights.constant(weights.floats(f"{name}ffn_gate_inp_shexp.weight")) if shared else None,
             [weights.rows(f"{name}{stem}_shexp.weight", rows) for stem in ("ffn_gate", "ffn_up")] if shared else [],
             weights.columns([f"{name}ffn_down_shexp.weight"], shared) if shared else [],
         ),

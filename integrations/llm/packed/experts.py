@@ -1,5 +1,5 @@
-"""The experts of a layer as nodes of ggml graphs: the graph before ends with what the router reads, the router decides
-in Python as on every other rank, and the next graph multiplies by the experts that it has chosen."""
+"""The experts of a layer as nodes of ggml graphs: the graph before ends with the scores of all experts, Python decides
+as on every other rank, and the next graph multiplies by the experts that were chosen."""
 
 from __future__ import annotations
 
@@ -24,19 +24,24 @@ class ExpertMatrices:
     """What a layer with experts has beside a region's matrices, which hold all its experts, [columns, rows, experts].
 
     Attributes:
-        router: chooses experts. norm: of the stream, as the router computes it where scores are near.
+        router: chooses experts where scores are near. norm: of the stream, as the router computes it then.
+        doubt: how much scores may differ from rank to rank, for each unit of the length of a row.
+        scores: what gives them, [hidden, experts]. shared_score: the same of the shared expert, [hidden, 1].
         shared_first, shared_last: gate and up, and the units, of the expert that every token uses; empty where there is
             none here.
     """
 
     router: Router
     norm: nn.Module
+    doubt: float
+    scores: Pointer
+    shared_score: Pointer | None
     shared_first: list[Pointer]
     shared_last: list[Unit]
 
 
 class RoutedRows:
-    """What the router reads and writes in a step, as arrays and as tensors of its graphs.
+    """What a choice reads and writes in a step, as arrays and as tensors of its graphs.
 
     Attributes:
         x: the norm of the stream, [hidden, rows]. experts: those of each row, [used, rows], and their weights,
@@ -45,26 +50,52 @@ class RoutedRows:
 
     def __init__(self, arena: Arena, context: Pointer, stream: npt.NDArray[np.float32], mixture: Mixture) -> None:
         (n_rows, hidden), used, new = stream.shape, mixture.used, arena.ggml
-        self._stream, self._normed = torch.from_numpy(stream), arena.array(stream.shape)
+        self._arena, self._mixture = arena, mixture
+        self._stream, self._normed = stream, arena.array(stream.shape)
+        self._scores, self._shared_score = arena.array((n_rows, mixture.count)), arena.array((n_rows, 1))
         self._experts = arena.array((n_rows, used), np.int32)
         self._weights, self._shared = arena.array((n_rows, used)), arena.array((n_rows, 1))
         self.n_rows, self.hidden, self.used = n_rows, hidden, used
+        self._rows = np.arange(n_rows)[:, None]
         self.x = arena.place(new.new_tensor_2d(context, F32, hidden, n_rows), self._normed)
         self.experts = arena.place(new.new_tensor_2d(context, I32, used, n_rows), self._experts)
         self.weights = arena.place(new.new_tensor_3d(context, F32, 1, used, n_rows), self._weights)
         self.shared = arena.place(new.new_tensor_3d(context, F32, 1, 1, n_rows), self._shared)
 
-    def holds(self, arena: Arena, x: Pointer) -> Pointer:
-        """Let `x` be computed into what the router reads."""
-        return arena.place(x, self._normed)
+    def scored(self, context: Pointer, x: Pointer, weights: ExpertMatrices) -> list[Pointer]:
+        """What the graph before a choice computes. x: the norm of the stream."""
+        place, mul_mat = self._arena.place, self._arena.ggml.mul_mat
+        found = [place(x, self._normed), place(mul_mat(context, weights.scores, x), self._scores)]
+        if weights.shared_score is not None:
+            found.append(place(mul_mat(context, weights.shared_score, x), self._shared_score))
+        return found
 
     def choose(self, weights: ExpertMatrices) -> None:
-        """Choose the experts of every row of this step."""
-        routes = weights.router(self._stream, torch.from_numpy(self._normed), weights.norm)
-        self._experts[:] = routes.experts.numpy()
-        self._weights[:] = routes.weights.numpy()
-        if routes.shared is not None:
-            self._shared[:] = routes.shared.numpy()
+        """Choose the experts of every row of this step, each row for itself."""
+        scores, mixture = self._scores, self._mixture
+        experts = self._experts_of(weights)
+        chances = np.exp(scores - scores.max(1, keepdims=True))
+        found = chances[self._rows, experts] / chances.sum(1, keepdims=True)
+        if mixture.normalised:
+            found /= found.sum(1, keepdims=True)
+        self._experts[:], self._weights[:] = experts, found * np.float32(mixture.scale)
+        if weights.shared_score is not None:
+            self._shared[:] = 1 / (1 + np.exp(-self._shared_score))
+
+    def _experts_of(self, weights: ExpertMatrices) -> npt.NDArray[np.int64]:
+        """The used experts of each row, rising; as `Router` chooses them."""
+        scores, used, x = self._scores, self.used, self._normed
+        order = (-scores).argsort(axis=1, kind="stable")
+        found = order[:, :used]
+        if used < self._mixture.count:
+            best = scores[self._rows, order[:, used - 1 : used + 1]]
+            near = ~(best[:, 0] - best[:, 1] > weights.doubt * np.sqrt(np.einsum("ij,ij->i", x, x)))
+            if near.any():
+                rows = [torch.from_numpy(array[near]) for array in (scores, self._stream, x)]
+                with torch.inference_mode():
+                    found[near] = weights.router.experts_of(rows[0], rows[1], rows[2], weights.norm).numpy()
+        found.sort(axis=1)
+        return found
 
 
 class ExpertNodes:

@@ -208,11 +208,11 @@ class LayerGraphs:
         raise NotImplementedError("norms over all heads are refused before graphs are made")
 
     def route(self, h: Any, x: Any, region: Experts) -> Any:
-        """A graph ends with the norm of the stream, which the router reads."""
+        """A graph ends with the scores of all experts."""
         routed, weights = self.graphs.routed, self.weights[region.side].experts
         assert routed is not None
         assert weights is not None
-        self.graphs.end_graph(routed.holds(self.graphs.arena, x), then=weights)
+        self.graphs.end_graph(*routed.scored(self.context, x, weights), then=weights)
         return ExpertNodes(self.ggml, self.context, routed, weights)
 
     def gate_experts(self, x: Any, routes: Any, region: Experts) -> Any:

@@ -210,10 +210,11 @@ class PackedWeights:
         return self._arena.place_at(tensor, self._buffers[info.part], self._files[info.part].ctypes.data + start)
 
     def constant(self, values: npt.NDArray[np.float32]) -> Pointer:
-        """A vector of these values."""
+        """A vector or a matrix of these values."""
         copy = self._arena.array(values.shape)
         copy[:] = values
-        return self._arena.place(self._arena.ggml.new_tensor_1d(self._context, F32, values.size), copy)
+        rows, columns = values.shape if values.ndim == 2 else (1, values.size)
+        return self._arena.place(self._arena.ggml.new_tensor_2d(self._context, F32, columns, rows), copy)
 
     def columns(self, names: Sequence[str], units: Sequence[range]) -> list[Unit]:
         """The columns of each unit, copied into a contiguous matrix; those of several matrices of one shape into one
