@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 
 from hostring.errors import RendezvousError
 from hostring.group.pulse import Pulse
 from hostring.launch import claims
+from hostring.launch.discovery import announced
 from hostring.launch.joining import JOB_KEY, PAUSE_S, Place
 from hostring.launch.token import SECRET_NBYTES, Token
 from hostring.store.client import TcpStore
@@ -18,6 +21,7 @@ from hostring.store.server import StoreServer
 from hostring.transports.addresses import hosts_to_bind
 from hostring.transports.tcp import listen_at
 
+_log = logging.getLogger(__name__)
 LAST_WORDS_S = 1.0  # how long the store stays up after the token has expired, so that those who wait hear of it
 
 Show = Callable[[dict[int, str], float], None]
@@ -49,11 +53,11 @@ class Cluster:
         if world_size < 2:
             raise ValueError(f"world_size={world_size}: a cluster has at least 2 ranks")
         secret = secret or secrets.token_bytes(SECRET_NBYTES)
-        offered = list(hosts) or hosts_to_bind(loopback=False, spec=os.environ.get("HOSTRING_INTERFACE"))
-        sockets = [listen_at(offered[0], port)]
-        port = sockets[0].getsockname()[1]
-        sockets += [listen_at(host, port) for host in offered[1:]]
-        self._server = StoreServer(sockets, secret.hex().encode())
+        found = hosts_to_bind(loopback=False, spec=os.environ.get("HOSTRING_INTERFACE"))
+        listening = _listening(hosts, port) if hosts else _listening(found, port, all_of_them=False)
+        offered = list(listening)
+        port = listening[offered[0]].getsockname()[1]
+        self._server = StoreServer(list(listening.values()), secret.hex().encode())
         # the name of an interface means nothing on another machine
         addresses = dict.fromkeys((host.partition("%")[0], port) for host in offered)
         self.token = Token(tuple(addresses), world_size, int(time.time() + lifetime), secret)
@@ -62,6 +66,8 @@ class Cluster:
         if job is not None:
             self._store.set(JOB_KEY, job)
         self._claim = claims.take(self._store, name, world_size)
+        self._announcing = contextlib.ExitStack()
+        self._announcing.enter_context(announced(secret, self.token.addresses))
         self._pulses: dict[claims.Claim, Pulse] = {}
 
     @property
@@ -116,6 +122,7 @@ class Cluster:
             elif not self._store.check(["cluster/closed"]):
                 self._store.set("cluster/closed", b"the machine that opened the cluster has closed it")
                 time.sleep(LAST_WORDS_S if len(self._here()) > 1 else 0.0)
+        self._announcing.close()
         self._store.close()
         self._server.close()
 
@@ -123,3 +130,27 @@ class Cluster:
         others = self.token.world_size - 1
         while self._store.add("cluster/started", 0) < others and time.monotonic() < deadline:
             time.sleep(PAUSE_S / 10)
+
+
+def _listening(hosts: Sequence[str], port: int, all_of_them: bool = True) -> dict[str, socket.socket]:
+    """Sockets that listen at these addresses, at one port.
+
+    Args:
+        port: 0 takes a free one. all_of_them: otherwise those that can't be used now are left out, such as one that an
+            interface has only just got.
+
+    Raises:
+        OSError: an address can't be used; or, not `all_of_them`, none can.
+    """
+    found: dict[str, socket.socket] = {}
+    for n, host in enumerate(hosts):
+        try:
+            found[host] = listen_at(host, port)
+            port = found[host].getsockname()[1]
+        except OSError as exc:
+            if all_of_them or (n == len(hosts) - 1 and not found):
+                for opened in found.values():
+                    opened.close()
+                raise
+            _log.warning("hostring: the cluster is not offered at %s: %s", host, exc)
+    return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hostring.errors import HandshakeError, RendezvousError
-from hostring.launch import claims
+from hostring.launch import claims, discovery
 from hostring.launch.token import Token
 from hostring.store.client import StoreRefusedError, TcpStore
 from hostring.transports.addresses import Address, join_address, with_own_scopes
@@ -105,9 +105,31 @@ def _check_alive(token: Token) -> None:
 
 
 def _at_the_store(token: Token, enter: Callable[[TcpStore, Address], Place], timeout: float) -> Place:
-    """What `enter` does at the store of the cluster, which is at one of the token's addresses."""
+    """What `enter` does at the store of the cluster, which is at one of the token's addresses, or where it is announced
+    since."""
     addresses = [(host, port) for offered, port in token.addresses for host in with_own_scopes(offered)]
     failures: list[str] = []
+    entered = _at_one_of(addresses, token, enter, timeout, failures)
+    if entered is None:
+        elsewhere = [address for address in discovery.found(token.secret) if address not in addresses]
+        entered = _at_one_of(elsewhere, token, enter, timeout, failures)
+    if entered is None:
+        raise RendezvousError(
+            f"nobody answers at the token's addresses, and nobody announces this cluster elsewhere on the local "
+            f"network; is it still open? ({'; '.join(failures)})"
+        )
+    return entered
+
+
+def _at_one_of(
+    addresses: Sequence[Address],
+    token: Token,
+    enter: Callable[[TcpStore, Address], Place],
+    timeout: float,
+    failures: list[str],
+) -> Place | None:
+    """What `enter` does at the first of these addresses where the store answers; None where nobody does, see
+    `failures`."""
     for address in addresses:
         store = _store(token, address, time.monotonic() + timeout / len(addresses))
         try:
@@ -120,9 +142,7 @@ def _at_the_store(token: Token, enter: Callable[[TcpStore, Address], Place], tim
             failures.append(f"{join_address(*address)}: {exc}")
         finally:
             store.close()
-    raise RendezvousError(
-        f"nobody answers at the token's addresses; is the cluster still open? ({'; '.join(failures)})"
-    )
+    return None
 
 
 def job_of(place: Place) -> bytes | None:
