@@ -1,8 +1,7 @@
-"""Where the locale has only ASCII, files are read and written alike, and every command's output can be written."""
+"""Where the locale has only ASCII, every command's output can be written. For files see `test_encodings`."""
 
 from __future__ import annotations
 
-import ast
 import codecs
 import json
 import os
@@ -14,47 +13,7 @@ import pytest
 
 from hostring.command_line import ascii_form
 
-ROOT = Path(__file__).parents[2]
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-TEXT_FILES = ("open", "read_text", "write_text", "fdopen", "NamedTemporaryFile", "TemporaryFile")
-
-
-def without_an_encoding(source: str) -> list[int]:
-    """Lines of calls that read or write text in whatever encoding the locale has."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call):
-            continue
-        name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
-        keywords = {k.arg: k.value for k in node.keywords}
-        words = [a.value for a in (*node.args, *keywords.values()) if isinstance(a, ast.Constant)]
-        if name in ("run", "Popen", "check_output") and ("text" in keywords or "universal_newlines" in keywords):
-            found += [] if "encoding" in keywords else [node.lineno]
-        if name not in TEXT_FILES or "encoding" in keywords:
-            continue
-        is_os_open = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") in ("os", "segno")
-        binary = any(isinstance(w, str) and "b" in w and len(w) <= 3 for w in words)
-        binary = binary or (name in ("NamedTemporaryFile", "TemporaryFile") and not words)
-        if not binary and not (name == "open" and is_os_open):
-            found.append(node.lineno)
-    return found
-
-
-@pytest.mark.parametrize("folder", ["hostring", "transports", "integrations", "benchmarks", "examples"])
-def test_every_text_file_has_an_encoding(folder: str) -> None:
-    found = {
-        str(file.relative_to(ROOT)): lines
-        for file in (ROOT / folder).rglob("*.py")
-        if (lines := without_an_encoding(file.read_text(encoding="utf-8")))
-    }
-    assert not found
-
-
-@pytest.mark.parametrize(
-    "call", ["open(p)", "open(p, 'w')", "p.read_text()", "q.write_text(x)", "os.fdopen(f, 'w')", "run(c, text=True)"]
-)
-def test_a_call_without_an_encoding_is_noticed(call: str) -> None:
-    assert without_an_encoding(call) == [1]
 
 
 FORMS = [("\u00b5", "u"), ("\u03bc", "u"), ("\u2026", "..."), ("\u2500", "-"), ("\u2501", "-"), ("\u2502", "|")]

@@ -128,6 +128,11 @@ def test_a_rank_that_comes_back_takes_its_rows_again(run_ranks: RunRanks) -> Non
         assert before == after
 
 
+def test_stages_are_not_recorded() -> None:
+    with pytest.raises(ValueError, match="--plan pp=2: stages hold other layers, and aren't recorded; leave --xray"):
+        make_job(**JOB, plan="pp=2", xray="run.xray")
+
+
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [

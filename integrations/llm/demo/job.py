@@ -237,11 +237,12 @@ def _with_copies(job: Job, plan: Roles | RowPlan) -> Job:
 def _staged(job: Job, stages: StagePlan) -> Job:
     """`job` with stages, where there are several."""
     stages.check(read_model_file(job.model).config, job.ranks)
+    if job.xray and len(stages.layers) > 1:
+        raise ValueError(f"--plan {job.plan}: stages hold other layers, and aren't recorded; leave --xray or pp= out")
     return job if len(stages.layers) == 1 else replace(job, stages=(stages.layers, stages.ranks))
 
 
 def _on_grid(job: Job, grid: ContextPlan) -> Job:
-    """`job` with a grid of ranks."""
     if why := why_not_shared(grid, job.ranks, job.compute, compile=job.compiles, same_bits=job.same_bits):
         raise ValueError(why)
     grid.shares(read_model_file(job.model).config)
