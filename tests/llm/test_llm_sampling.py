@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hostring.integrations.llm.model import sampling as sampling_module
 from hostring.integrations.llm.model.sampling import Sampler, Sampling, local_candidates
 
 
@@ -85,6 +86,21 @@ def test_frequencies_are_the_probabilities(sampling: Sampling) -> None:
         assert abs(counts[i] / draws - p) <= 4.5 * np.sqrt(
             p * (1 - p) / draws
         )  # 4.5 sigma; the seed makes it repeatable
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(3.0, top_p=0.9), Sampling(0.7, top_p=0.999)])
+def test_a_choice_is_that_of_all_ids_however_few_are_sorted(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(1)
+    rows = [np.round(random.standard_normal(3000) * spread, 1).astype(np.float32) for spread in (0.2, 2, 8)] * 20
+    found = []
+    for most in (3000, 1, 4, 300):
+        monkeypatch.setattr(sampling_module, "MAX_LIKELY", most)
+        sampler = Sampler(sampling)
+        found.append([choose(row, [], sampler) for row in rows])
+    assert all(one == found[0] for one in found)
+    assert len(set(found[0])) > 20
 
 
 def test_a_seed_repeats_and_another_differs() -> None:
