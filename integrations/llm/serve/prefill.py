@@ -10,7 +10,7 @@ from hostring.integrations.llm.serve.steps import FROM_PROMPT, Row
 
 # Positions in one forward pass. Below the first, a prompt would never get anywhere; the last bounds the memory of
 # activations. Few, since packed ranks keep graphs for each number of rows.
-CHUNKS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+CHUNKS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MIN_CHUNK, MAX_CHUNK = CHUNKS[0], CHUNKS[-1]
 MAX_TRIAL = 1.7  # a size that was not measured may take so many times the limit, once
 _STRETCH = 256  # positions of a prompt between which a chunk costs about the same: later ones attend to more
