@@ -95,7 +95,7 @@ function drawPicture(found) {
       if (!known) continue;  // these two have no link
       const [x1, y1] = place(a), [x2, y2] = place(b);
       lines.push(svg("line", { x1, y1, x2, y2 }));
-      labels.push(svg("text", { x: (x1 + x2) / 2, y: (y1 + y2) / 2 - 6, class: "soft" }, `${bytes(rate)}/s`));
+      labels.push(svg("text", { x: (x1 + x2) / 2, y: (y1 + y2) / 2 - 14, class: "soft" }, `${bytes(rate)}/s`));
     }
   }
   const nodes = Array.from({ length: n }, (_, rank) => {
