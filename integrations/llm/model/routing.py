@@ -8,9 +8,12 @@ single operations that IEEE 754 rounds alike everywhere. That needs no message.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 from hostring.integrations.llm.model.config import Mixture
 
 EPSILON = 2.0**-23  # twice what one rounding to f32 changes at most, relative
-MAX_PAIRS = 2048  # of rows and experts whose products are in memory at once
+Floats: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Router(nn.Module):
         self.mixture = mixture
         self.weight = nn.Parameter(torch.empty(mixture.count, hidden_size))
         self.shared = nn.Parameter(torch.empty(1, hidden_size)) if mixture.shared_columns else None
-        self._longest: Tensor | None = None  # of the rows of `weight`
+        self._longest: float | None = None  # of the rows of `weight`
 
     def forward(self, h: Tensor, x: Tensor, norm: nn.Module) -> Routes:
         """The routes of all rows.
@@ -69,7 +72,9 @@ class Router(nn.Module):
         """
         h, x = h.flatten(0, -2), x.flatten(0, -2)
         scores = F.linear(x, self.weight)  # (rows, experts)
-        experts = self.experts_of(scores, h, x, norm)
+        lengths = torch.linalg.vector_norm(x, dim=-1)
+        found = self.experts_of(_host(scores), _host(lengths), lambda row: _host(h[row]), norm)
+        experts = torch.from_numpy(found).to(scores.device)
         weights = scores.softmax(-1).gather(-1, experts)
         if self.mixture.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -78,67 +83,69 @@ class Router(nn.Module):
         shared = None if self.shared is None else F.linear(x, self.shared).sigmoid()
         return Routes(experts, weights, shared)
 
-    def experts_of(self, scores: Tensor, h: Tensor, x: Tensor, norm: nn.Module) -> Tensor:
-        """Numbers of the experts that rows with these scores use, rising, shape (rows, used); see `forward`."""
-        ranked = torch.sort(self._sure(scores, h, x, norm), dim=-1, descending=True, stable=True).indices
-        return ranked[:, : self.mixture.used].sort(-1).values
+    def experts_of(
+        self, scores: Floats, lengths: Floats, stream: Callable[[int], Floats], norm: nn.Module
+    ) -> npt.NDArray[np.int64]:
+        """Numbers of the experts that rows with these scores use, rising, shape (rows, used): the same on all ranks.
 
-    def _sure(self, scores: Tensor, h: Tensor, x: Tensor, norm: nn.Module) -> Tensor:
-        """Scores that rank the experts of each row alike on all ranks, as far as the choice goes.
+        In a row whose choice rounding might change, experts that are in or out whatever the rounding stay so, and only
+        the others are computed again.
 
-        In a row whose choice rounding might change, experts that are in or out whatever the rounding have infinite
-        scores, and only the others are computed again.
+        Args:
+            scores: shape (rows, experts). lengths: of the rows of the norm, which `scores` were made from.
+            stream: gives a row of the residual stream, shape (hidden,), where it is needed.
         """
         used = self.mixture.used
-        if used == self.mixture.count:
-            return scores
-        doubt, first = self._doubt(x), scores.topk(used + 1, -1).values
-        last_in, first_out = first[:, used - 1], first[:, used]
-        near = ~(last_in - first_out > doubt)
-        if not near.any():
-            return scores
-        is_in, is_out = scores > (first_out + doubt)[:, None], scores < (last_in - doubt)[:, None]
-        rows, experts = torch.where(near[:, None] & ~(is_in | is_out))
-        found = torch.where(near[:, None], torch.where(is_in, torch.inf, -torch.inf), scores)
-        for start in range(0, len(rows), MAX_PAIRS):
-            r, e = rows[start : start + MAX_PAIRS], experts[start : start + MAX_PAIRS]
-            found[r, e] = same_scores(h[r], norm, self.weight[e])
+        order = (-scores).argsort(axis=1, kind="stable")
+        found = order[:, :used]
+        if used < self.mixture.count:
+            best = np.take_along_axis(scores, order[:, used - 1 : used + 1], 1)
+            doubts = self._doubt_of_length_1() * lengths
+            for row in np.flatnonzero(~(best[:, 0] - best[:, 1] > doubts)).tolist():
+                (last_in, first_out), doubt, own = best[row], doubts[row], scores[row]
+                is_in = own > first_out + doubt
+                unsure = np.flatnonzero(~(is_in | (own < last_in - doubt)))
+                again = same_scores(stream(row), norm, _host(self.weight[torch.from_numpy(unsure)]))
+                kept = unsure[(-again).argsort(kind="stable")[: used - int(is_in.sum())]]
+                found[row] = np.concatenate((np.flatnonzero(is_in), kept))
+        found.sort(axis=1)
         return found
 
-    def _doubt(self, x: Tensor) -> Tensor:
-        """How much two scores of a row may differ from rank to rank, shape (rows,)."""
-        doubt: Tensor = self.doubt_of_length_1() * torch.linalg.vector_norm(x, dim=-1)
-        return doubt
-
-    def doubt_of_length_1(self) -> Tensor:
-        """The same for a row of length 1: a sum of n products in any order, of a norm whose n squares were added in any
-        order, is off by less than n + 8 roundings of |x| |w|."""
+    def _doubt_of_length_1(self) -> float:
+        """How much two scores of a row of length 1 may differ from rank to rank: a sum of n products in any order, of a
+        norm whose n squares were added in any order, is off by less than n + 8 roundings of |x| |w|."""
         longest = self._longest
         if longest is None:
-            longest = torch.linalg.vector_norm(self.weight, dim=-1).max()
+            longest = float(torch.linalg.vector_norm(self.weight.detach(), dim=-1).max())
             self._longest = None if self.weight.requires_grad else longest  # which training would change
         return 4 * (self.weight.shape[-1] + 8) * EPSILON * longest
 
 
-def same_scores(h: Tensor, norm: nn.Module, weight: Tensor) -> Tensor:
-    """Scores of experts for rows of the stream, with the same bits on any machine and in any company.
+def same_scores(h: Floats, norm: nn.Module, weight: Floats) -> Floats:
+    """Scores of experts for a row of the stream, with the same bits on any machine and in any company.
 
     Args:
-        h: a row of the stream for each score, shape (pairs, hidden), f32.
-        weight: of an expert for each, the same shape.
+        h: the row, shape (hidden,).
+        weight: of the experts, shape (experts, hidden).
 
     Returns:
-        shape (pairs,).
+        shape (experts,).
     """
-    scale, eps = norm.get_parameter("weight"), norm.get_buffer("eps")
-    mean = sum_by_halves(h * h) / h.shape[-1]
-    return sum_by_halves(h / torch.sqrt(mean + eps)[:, None] * scale * weight)
+    scale, eps = _host(norm.get_parameter("weight")), _host(norm.get_buffer("eps"))
+    mean = sum_by_halves(h * h) / np.float32(len(h))
+    return sum_by_halves(h / np.sqrt(mean + eps) * scale * weight)
 
 
-def sum_by_halves(terms: Tensor) -> Tensor:
+def sum_by_halves(terms: Floats) -> Floats:
     """The sum along the last dimension: the second half is added to the first until one is left."""
     while (n := terms.shape[-1]) > 1:
         half = n // 2
         pairs = terms[..., :half] + terms[..., half : 2 * half]
-        terms = torch.cat((pairs, terms[..., 2 * half :]), -1) if n % 2 else pairs
-    return terms[..., 0]
+        terms = np.concatenate((pairs, terms[..., 2 * half :]), -1) if n % 2 else pairs
+    found: Floats = terms[..., 0]
+    return found
+
+
+def _host(values: Tensor) -> Floats:
+    found: Floats = values.detach().cpu().numpy()
+    return found

@@ -47,7 +47,6 @@ def experts_of_layer(
         experts=ExpertMatrices(
             router,
             norm,
-            float(router.doubt_of_length_1()),
             weights.constant(scores),
             weights.constant(weights.floats(f"{name}ffn_gate_inp_shexp.weight")) if shared else None,
             [weights.rows(f"{name}{stem}_shexp.weight", rows) for stem in ("ffn_gate", "ffn_up")] if shared else [],

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import nn
 
 from hostring.integrations.llm.model.config import Mixture
@@ -24,8 +23,7 @@ class ExpertMatrices:
     """What a layer with experts has beside a region's matrices, which hold all its experts, [columns, rows, experts].
 
     Attributes:
-        router: chooses experts where scores are near. norm: of the stream, as the router computes it then.
-        doubt: how much scores may differ from rank to rank, for each unit of the length of a row.
+        router: chooses experts. norm: of the stream, as the router computes it where scores are near.
         scores: what gives them, [hidden, experts]. shared_score: the same of the shared expert, [hidden, 1].
         shared_first, shared_last: gate and up, and the units, of the expert that every token uses; empty where there is
             none here.
@@ -33,7 +31,6 @@ class ExpertMatrices:
 
     router: Router
     norm: nn.Module
-    doubt: float
     scores: Pointer
     shared_score: Pointer | None
     shared_first: list[Pointer]
@@ -72,8 +69,9 @@ class RoutedRows:
 
     def choose(self, weights: ExpertMatrices) -> None:
         """Choose the experts of every row of this step, each row for itself."""
-        scores, mixture = self._scores, self._mixture
-        experts = self._experts_of(weights)
+        scores, mixture, x = self._scores, self._mixture, self._normed
+        lengths = np.sqrt(np.einsum("ij,ij->i", x, x))
+        experts = weights.router.experts_of(scores, lengths, self._stream.__getitem__, weights.norm)
         chances = np.exp(scores - scores.max(1, keepdims=True))
         found = chances[self._rows, experts] / chances.sum(1, keepdims=True)
         if mixture.normalised:
@@ -81,21 +79,6 @@ class RoutedRows:
         self._experts[:], self._weights[:] = experts, found * np.float32(mixture.scale)
         if weights.shared_score is not None:
             self._shared[:] = 1 / (1 + np.exp(-self._shared_score))
-
-    def _experts_of(self, weights: ExpertMatrices) -> npt.NDArray[np.int64]:
-        """The used experts of each row, rising; as `Router` chooses them."""
-        scores, used, x = self._scores, self.used, self._normed
-        order = (-scores).argsort(axis=1, kind="stable")
-        found = order[:, :used]
-        if used < self._mixture.count:
-            best = scores[self._rows, order[:, used - 1 : used + 1]]
-            near = ~(best[:, 0] - best[:, 1] > weights.doubt * np.sqrt(np.einsum("ij,ij->i", x, x)))
-            if near.any():
-                rows = [torch.from_numpy(array[near]) for array in (scores, self._stream, x)]
-                with torch.inference_mode():
-                    found[near] = weights.router.experts_of(rows[0], rows[1], rows[2], weights.norm).numpy()
-        found.sort(axis=1)
-        return found
 
 
 class ExpertNodes:
