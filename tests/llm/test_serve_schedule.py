@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hostring import PeerLostError
 from hostring.integrations.llm.checkpoint.tokenizer import load_tokenizer
 from hostring.integrations.llm.demo.job import BUNDLED, Job
+from hostring.integrations.llm.serve.head import Cluster, Head
 from hostring.integrations.llm.serve.options import ServeOptions
 from hostring.integrations.llm.serve.scheduler import Scheduler
 from hostring.integrations.llm.serve.steps import FROM_PROMPT, Admission, Brought, Plan
@@ -97,3 +99,15 @@ def test_texts_are_right_whatever_happens(groups: int, seed: int) -> None:
     for text in texts:
         assert text.tokens == text_of(text.request.ids, len(text.tokens))
         assert text.cancelled or len(text.tokens) == text.request.max_tokens
+
+
+def test_a_server_is_ready_once_also_when_a_rank_was_lost_before_all_were_together() -> None:
+    job = Job(str(BUNDLED), ("float32",), (), 1, 0.0, 0, 1.0, 0, False)
+    scheduler = Scheduler(ServeOptions(job, streams=1), load_tokenizer(BUNDLED), VOCAB, CONTEXT)
+    ready = list[str]()
+    head = Head(scheduler, Cluster(2), lambda: ready.append("listening"), lambda kind, value: None)
+    for _ in range(2):
+        head.lost(PeerLostError("connection closed", 1))
+        assert scheduler.why_not
+        head.whole()
+        assert (ready, scheduler.why_not) == (["listening"], "")

@@ -67,6 +67,7 @@ class Head:
 
     def __init__(self, scheduler: Scheduler, cluster: Cluster, ready: Callable[[], None], tell: Tell) -> None:
         self._scheduler, self._cluster, self._ready, self._tell = scheduler, cluster, ready, tell
+        self._is_ready = False
 
     def wait_for_work(self) -> None:
         self._scheduler.wait_for_work()
@@ -96,5 +97,6 @@ class Head:
         self._cluster.note(f"all {self._cluster.world_size} ranks are together{' again' if again else ''}")
         self._tell("whole", None)
         self._scheduler.set_state("")
-        if not again:
+        if not self._is_ready:  # a rank may have been lost before all were together
+            self._is_ready = True
             self._ready()
