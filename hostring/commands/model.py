@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hostring.command_line import need
+from hostring.command_line import check_output, need
 from hostring.launch.silence import wanted_silence
 
 _TIMEOUT_HELP = "Seconds for start-up and for each collective."
@@ -148,9 +148,8 @@ def demo(
     options = dict(locals())
     from hostring.topologies.rules import check_order
 
-    _prepare("demo")
+    _prepare("demo", json_file)
     check_order(topology, _order(topology))
-    _check_output(json_file)
     result = _load("demo.start").demo(_job(options, controls=not chat if controls is None else controls))
     _finish(result, json_file)
 
@@ -194,8 +193,7 @@ def generate(
     options = dict(locals())
     import hostring
 
-    _prepare("generate")
-    _check_output(json_file)
+    _prepare("generate", json_file)
     with hostring.init(topology=topology, order=_order(topology), timeout=timeout, silence=wanted_silence()) as comm:
         job = _job(options, ranks=comm.world_size, device=None, timeout=comm.timeout)
         result = _load("demo.start").generate(job, comm, device=device, stats=stats)
@@ -208,17 +206,12 @@ def _order(topology: str) -> str:
     return "tree" if topology == "tree" else os.environ.get("HOSTRING_ORDER") or "rank"
 
 
-def _check_output(json_file: Path | None) -> None:
-    from hostring.command_line import check_output
-
-    if json_file is not None:
-        check_output(json_file, "--json")
-
-
-def _prepare(command: str) -> None:
+def _prepare(command: str, json_file: Path | None) -> None:
     """Before any process starts or waits for another."""
     for package in _PACKAGES:
         need(package, "llm", f"hostring {command}")
+    if json_file is not None:
+        check_output(json_file, "--json")
 
 
 def _load(name: str) -> Any:

@@ -43,6 +43,14 @@ def check_tag(tag: Any) -> int:
     return number
 
 
+def check_count(n: Any, name: str) -> int:
+    """`n` as a plain int, a number of elements."""
+    number = operator.index(n)
+    if number < 0:
+        raise ValueError(f"{name}={n} is no number of elements; pass 0 or more")
+    return number
+
+
 def check_out(collective: str, out: Any, n_elements: int, dtype: DType) -> None:
     """Refuse an `out` that can't take the result."""
     if out is None:

@@ -14,7 +14,7 @@ import numpy as np
 from hostring.arrays.adapter import Adapter
 from hostring.arrays.dtypes import BY_NAME, CARRIERS, Array, carrier
 from hostring.arrays.staging import ADAPTERS, adapter_for
-from hostring.engine.arguments import check_out, check_rank, gathered, rows_of, scattered
+from hostring.engine.arguments import check_count, check_out, check_rank, gathered, rows_of, scattered
 from hostring.engine.binding import Buffers
 from hostring.engine.counters import STAGE
 from hostring.engine.memory import NOTHING
@@ -195,7 +195,7 @@ class Movements:
         session = self._session
         root = check_rank(root, "root", session.world_size)
         x = np.asarray(x, adapter_for(x).dtype(x), order="C")
-        decision = np.empty(x.shape if n is None else n, x.dtype)
+        decision = np.empty(x.shape if n is None else check_count(n, "n"), x.dtype)
         bits = carrier(x.dtype)
         stacked = np.empty((session.world_size if session.rank == root else 0, *x.shape), x.dtype)
         if session.world_size == 1:

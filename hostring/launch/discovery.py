@@ -34,7 +34,7 @@ def name_of(secret: bytes) -> str:
 
 @contextlib.contextmanager
 def announced(secret: bytes, addresses: Sequence[Address]) -> Iterator[None]:
-    """Say where the cluster's store is until the block ends. Does not wait, and raises nothing: it is no condition."""
+    """Announce the store of a cluster until the block ends. Does not wait; a failure is logged: it is no condition."""
     try:
         from zeroconf import IPVersion, ServiceInfo, Zeroconf
     except ImportError:
@@ -44,22 +44,20 @@ def announced(secret: bytes, addresses: Sequence[Address]) -> Iterator[None]:
     if not _with_ipv4(host for host, _ in addresses):
         yield
         return
-    packed = [_packed(host) for host, _ in addresses]
-    about = ServiceInfo(
-        SERVICE,
-        f"{name_of(secret)}.{SERVICE}",
-        addresses=packed,
-        port=addresses[0][1],
-        server=f"hostring-{secrets.token_hex(8)}.local.",  # machines may have been cloned, with their names
-    )
     opened: list[Any] = []
 
     def announce() -> None:
         try:
+            about = ServiceInfo(
+                SERVICE,
+                f"{name_of(secret)}.{SERVICE}",
+                addresses=[_packed(host) for host, _ in addresses],
+                port=addresses[0][1],
+                server=f"hostring-{secrets.token_hex(8)}.local.",  # machines may have been cloned, with their names
+            )
             opened.append(Zeroconf(_with_ipv4(host for host, _ in addresses), ip_version=IPVersion.V4Only))
-            opened[0].register_service(
-                about, allow_name_change=True
-            )  # an earlier head of this cluster may be remembered
+            # others may remember an earlier head of this cluster: the name may change
+            opened[0].register_service(about, allow_name_change=True)
         except Exception as exc:  # whatever the network or the package has: a cluster works without
             _log.warning("hostring: this cluster can't be announced on the local network: %s", exc)
 
@@ -108,7 +106,7 @@ def found(secret: bytes) -> list[Address]:
             came.wait(LOOK_S)
             asked = [network.get_service_info(SERVICE, name, int(1000 * _ANSWER_S)) for name in dict.fromkeys(names)]
             browser.cancel()
-    except OSError as exc:
+    except Exception as exc:  # whatever the network or the package has: the token's addresses are there without
         _log.info("hostring: this machine can't look for the cluster on the local network: %s", exc)
         return []
     return [(host, info.port) for info in asked if info and info.port for host in info.parsed_scoped_addresses()]

@@ -38,8 +38,8 @@ PROMPT = [int(n) for n in np.random.default_rng(3).integers(0, 60, 21)]
 ROUNDED = 0.06  # activations are rounded to blocks of 8 bits in every layer
 
 
-def written(kind: str, stored: Kind, folder: Path) -> Path:
-    return write_gguf(expert_model(kind, **SHAPES, **OWN[kind]), folder / f"{kind}.gguf", stored)
+def written(kind: str, stored: Kind, folder: Path, **shapes: int) -> Path:
+    return write_gguf(expert_model(kind, **{**SHAPES, **OWN[kind], **shapes}), folder / f"{kind}.gguf", stored)
 
 
 def logits(model: LocalModel) -> np.ndarray[Any, Any]:
@@ -80,6 +80,18 @@ def test_any_number_of_ranks_gives_the_logits_of_the_dequantised_weights(
     for world_size in (2, 3):
         for found in run_ranks(world_size, run):
             np.testing.assert_array_equal(found, alone)
+
+
+def test_five_ranks_give_the_bits_of_one(tmp_path: Path, run_ranks: Any) -> None:
+    shapes = {"num_attention_heads": 10, "num_key_value_heads": 5, "moe_intermediate_size": 160}
+    path = written("qwen3_moe", Kind.Q8_0, tmp_path, **shapes)
+
+    def run(comm: hostring.Comm) -> np.ndarray[Any, Any]:
+        return logits(build_packed(GgufCheckpoint(path), comm, max_seq=64))
+
+    alone = run(hostring.init(0, 1))
+    for found in run_ranks(5, run):
+        np.testing.assert_array_equal(found, alone)
 
 
 @pytest.mark.parametrize("columns", [(96, 0), (0, 32, 64), (32, 0, 64)])

@@ -61,8 +61,8 @@ class Depth:
 
     def _tried(self, sequences: int, depths: list[int]) -> list[int]:
         """The depths whose steps were measured, and the next larger one: what a row costs is known from a few."""
-        known = [depth for depth in depths if sequences * (depth + 1) in self._times]
-        return depths[: 1 + depths.index(known[-1]) + 1] if known else depths[:1]
+        measured = [n for n, depth in enumerate(depths, 1) if sequences * (depth + 1) in self._times]
+        return depths[: max(measured, default=0) + 1]
 
     def note(self, sequences: int, guesses: int, tokens: int, seconds: float, computed_s: float) -> None:
         """A step is done.

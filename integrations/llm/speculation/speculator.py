@@ -59,7 +59,7 @@ class Speculator:
     def __init__(self, wish: Speculation, draft: DraftModel | None, computed: Callable[[], float]) -> None:
         self.wish, self._draft, self._computed = wish, draft, computed
         self.most = wish.most
-        self._depths: dict[int, Depth] = {}  # by candidates, which take time on the wire
+        self._depths: dict[int, Depth] = {}  # by candidates, which take time on the wire; see `_depth`
         self._since: tuple[float, float] | None = None
 
     def text(self, ids: Sequence[int], n_candidates: int = 1) -> Guesser:
@@ -72,7 +72,8 @@ class Speculator:
         self._since = None
 
     def _depth(self, n_candidates: int) -> Depth:
-        return self._depths.setdefault(n_candidates, Depth(self.wish.most, self.wish.always))
+        """What is measured of texts that bring about so many candidates: from one power of two to the next."""
+        return self._depths.setdefault(n_candidates.bit_length(), Depth(self.wish.most, self.wish.always))
 
     def noted(self, sequences: int, guesses: int, tokens: int, n_candidates: int = 1) -> None:
         """A step is done, and the next one begins; see `Depth.note`. n_candidates: the most of a text."""
